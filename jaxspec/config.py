@@ -1,0 +1,189 @@
+"""What a checkpoint is: the hyperparameters of one DeepSeek-V4 model, as data."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from jaxspec.errors import UsageError
+
+LayerKind = Literal["sliding", "csa", "hca"]
+CSA_RATIO = 4
+"""The ratio that means overlapping windows and an indexer; any other non-zero ratio is HCA."""
+
+
+def layer_kind(ratio: int) -> LayerKind:
+    """Attention kind of a layer that folds `ratio` tokens into an entry (V4 report, section 2.3)."""
+    if ratio == 0:
+        return "sliding"
+    return "csa" if ratio == CSA_RATIO else "hca"
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelConfig:
+    """Hyperparameters under the names of the released `config.json`; no defaults, all are facts.
+
+    `compress_ratios` has one entry per decoder layer, `mtp_ratios` one per MTP block.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    compress_ratios: tuple[int, ...]
+    mtp_ratios: tuple[int, ...]
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_groups: int
+    o_lora_rank: int
+    sliding_window: int
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    num_hash_layers: int
+    routed_scaling_factor: float
+    swiglu_limit: float
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    yarn_factor: float
+    yarn_original_length: int
+    yarn_beta_fast: float
+    yarn_beta_slow: float
+    max_position_embeddings: int
+    bos_token_id: int
+    eos_token_id: int
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers, MTP blocks not counted."""
+        return len(self.compress_ratios)
+
+    @property
+    def ratios(self) -> tuple[int, ...]:
+        """Ratios of all blocks: the decoder's, then the MTP blocks'."""
+        return self.compress_ratios + self.mtp_ratios
+
+    def __post_init__(self) -> None:
+        for ratio in self.ratios:
+            if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio < 0:
+                raise UsageError(
+                    f"compress_ratios holds {ratio!r}; each must be an integer >= 0 "
+                    "(0 sliding window, 4 CSA, any other HCA)"
+                )
+        for field in dataclasses.fields(self):
+            value = getattr(self, field.name)
+            if field.type in ("int", "float") and field.name not in _MAY_BE_ZERO and value <= 0:
+                raise UsageError(f"{field.name} is {value}; it must be above 0")
+        for whole, part in _DIVISIBLE:
+            if _size(self, whole) % getattr(self, part):
+                raise UsageError(f"{part} must divide {whole}, {_size(self, whole)}")
+        if self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim):
+            raise UsageError("qk_rope_head_dim must not exceed head_dim or index_head_dim")
+        if self.num_experts_per_tok > self.n_routed_experts:
+            raise UsageError("num_experts_per_tok must not exceed n_routed_experts")
+
+
+_MAY_BE_ZERO = {"num_hash_layers", "bos_token_id", "eos_token_id", "n_shared_experts"}
+_DIVISIBLE = (("num_attention_heads * head_dim", "o_groups"),)
+_YARN = {
+    "yarn_factor": "factor",
+    "yarn_original_length": "original_max_position_embeddings",
+    "yarn_beta_fast": "beta_fast",
+    "yarn_beta_slow": "beta_slow",
+}
+
+
+def _size(cfg: ModelConfig, product: str) -> int:
+    size = 1
+    for name in product.split(" * "):
+        size *= getattr(cfg, name)
+    return size
+
+
+def read_config(path: Path, *, mtp_blocks: int | None = None) -> ModelConfig:
+    """Reads the released layout's `config.json`.
+
+    Args:
+        path: the file.
+        mtp_blocks: how many MTP blocks the checkpoint holds, if that is known better than from
+            `num_nextn_predict_layers` (the field is stale in some releases).
+
+    Raises:
+        UsageError: the file is missing, is not JSON, or lacks or contradicts a field.
+    """
+    try:
+        raw = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise UsageError(f"{path} does not exist; a model directory holds config.json") from None
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as JSON: {error}") from None
+    return config_from_released(raw, source=str(path), mtp_blocks=mtp_blocks)
+
+
+def config_from_released(
+    raw: Mapping[str, Any], *, source: str = "config.json", mtp_blocks: int | None = None
+) -> ModelConfig:
+    """Translates the released `config.json` (a mapping) into a `ModelConfig`."""
+    if not isinstance(raw, Mapping):
+        raise UsageError(f"{source} must hold a JSON object")
+    flat = dict(raw)
+    yarn = flat.get("rope_scaling")
+    if not isinstance(yarn, Mapping):
+        raise UsageError(f"{source} lacks rope_scaling, the YaRN settings of compressed layers")
+    flat |= {ours: yarn[theirs] for ours, theirs in _YARN.items() if theirs in yarn}
+    layers = flat.get("num_hidden_layers")
+    ratios = flat.get("compress_ratios")
+    if not isinstance(layers, int) or not isinstance(ratios, list):
+        raise UsageError(f"{source} lacks num_hidden_layers or the list compress_ratios")
+    if mtp_blocks is None:
+        mtp_blocks = int(flat.get("num_nextn_predict_layers", 0))
+    if len(ratios) != layers + mtp_blocks:
+        raise UsageError(
+            f"{source} has {len(ratios)} compress_ratios; {layers} layers and {mtp_blocks} MTP "
+            f"blocks need {layers + mtp_blocks}"
+        )
+    flat["compress_ratios"], flat["mtp_ratios"] = tuple(ratios[:layers]), tuple(ratios[layers:])
+    return _build(flat, source, strict=False)
+
+
+def read_model_toml(path: Path) -> ModelConfig:
+    """Reads `configs/model/*.toml`: exactly the fields of `ModelConfig`, an unknown key is an error."""
+    try:
+        raw = tomllib.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{path} cannot be read as TOML: {error}") from None
+    return _build(raw, str(path), strict=True)
+
+
+def _build(raw: Mapping[str, Any], source: str, *, strict: bool) -> ModelConfig:
+    fields = {field.name: field.type for field in dataclasses.fields(ModelConfig)}
+    if missing := sorted(fields.keys() - raw.keys()):
+        raise UsageError(f"{source} lacks {', '.join(missing)}")
+    if strict and (unknown := sorted(raw.keys() - fields.keys())):
+        raise UsageError(f"{source} has unknown keys {', '.join(unknown)}")
+    values: dict[str, Any] = {}
+    for name, kind in fields.items():
+        value = raw[name]
+        if str(kind).startswith("tuple"):
+            if not isinstance(value, list | tuple):
+                raise UsageError(f"{source}: {name} must be a list of integers")
+            values[name] = tuple(value)
+        elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
+            values[name] = float(value)
+        elif kind == "int" and isinstance(value, int) and not isinstance(value, bool):
+            values[name] = value
+        else:
+            raise UsageError(f"{source}: {name} must be {kind}, not {value!r}")
+    return ModelConfig(**values)
