@@ -75,6 +75,27 @@ class ModelConfig:
         """Ratios of all blocks: the decoder's, then the MTP blocks'."""
         return self.compress_ratios + self.mtp_ratios
 
+    def to_released(self) -> dict[str, Any]:
+        """The released `config.json` that `config_from_released` reads back as this."""
+        raw = dataclasses.asdict(self)
+        yarn = {theirs: raw.pop(ours) for ours, theirs in _YARN.items()}
+        raw |= {
+            "architectures": ["DeepseekV4ForCausalLM"],
+            "model_type": "deepseek_v4",
+            "compress_ratios": [*self.ratios],
+            "num_hidden_layers": self.num_layers,
+            "num_nextn_predict_layers": len(self.mtp_ratios),
+            "num_key_value_heads": 1,
+            "norm_topk_prob": True,
+            "scoring_func": "sqrtsoftplus",
+            "topk_method": "noaux_tc",
+            "hidden_act": "silu",
+            "tie_word_embeddings": False,
+            "rope_scaling": {**yarn, "type": "yarn"},
+        }
+        del raw["mtp_ratios"]
+        return raw
+
     def __post_init__(self) -> None:
         for ratio in self.ratios:
             if not isinstance(ratio, int) or isinstance(ratio, bool) or ratio < 0:

@@ -1,0 +1,112 @@
+"""The one forward: a block of tokens against a cache, nothing written.
+
+A prefill chunk is a chain block, decoding a one-node block, verification a tree block.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxspec.cache import Cache, LayerCache, LayerRows
+from jaxspec.config import ModelConfig
+from jaxspec.model.attention import Scratch, attend
+from jaxspec.model.basic import project_float32, rms_norm
+from jaxspec.model.hyper import collapse, collect, spread, weigh
+from jaxspec.model.layout import Layout, make_layout
+from jaxspec.model.moe import mix_experts
+from jaxspec.model.params import HyperParams, LayerParams, ModelParams
+from jaxspec.tree import TokenBlock
+
+Features = Literal["none", "streams", "layers"]
+
+
+@struct.dataclass
+class ForwardOut:
+    """What a pass knows about its block; it holds no cache."""
+
+    logits: Array  # [B, N, V] float32, or [B, 1, V] for the last valid row
+    features: Any  # None, [B, N, S, E] before the head, or that for every layer
+    rows: tuple[LayerRows, ...]
+
+
+def run_layer(
+    p: LayerParams,
+    cfg: ModelConfig,
+    streams: Array,
+    layer: LayerCache,
+    layout: Layout,
+    *,
+    scratch: Scratch | None = None,
+    impl: str = "auto",
+) -> tuple[Array, LayerRows, Scratch | None]:
+    """One block of the model: streams `[B, N, S, E]` to streams, and the rows it would add."""
+    mixing = weigh(p.hc_attn, cfg, streams)
+    x = rms_norm(collect(streams, mixing.pre), p.attn_norm, cfg.rms_norm_eps)
+    y, rows, scratch = attend(p.attn, cfg, x, layer, layout, scratch=scratch, impl=impl)
+    streams = spread(streams, y, mixing)
+    mixing = weigh(p.hc_ffn, cfg, streams)
+    x = rms_norm(collect(streams, mixing.pre), p.ffn_norm, cfg.rms_norm_eps)
+    block = layout.block
+    y = mix_experts(p.moe, cfg, x, block.token, block.valid, impl=impl)
+    return spread(streams, y, mixing), rows, scratch
+
+
+def embed(params: ModelParams, cfg: ModelConfig, token: Array) -> Array:
+    """S copies of the embedding: `[B, N]` to `[B, N, S, E]`."""
+    x = params.embed[token]
+    return jnp.broadcast_to(x[:, :, None], (*x.shape[:2], cfg.hc_mult, x.shape[-1]))
+
+
+@jax.named_scope("head")
+def read_logits(
+    params: ModelParams, cfg: ModelConfig, head: HyperParams, norm: Array, streams: Array
+) -> Array:
+    """Logits `[B, N, V]` float32 from streams, with a block's own hyper-head and norm."""
+    hidden = rms_norm(collapse(head, cfg, streams), norm, cfg.rms_norm_eps)
+    return project_float32(hidden, params.head)
+
+
+def last_valid(block: TokenBlock, x: Array) -> Array:
+    """The last valid row of `x [B, N, ...]`, `[B, 1, ...]` (row 0 where none is)."""
+    last = jnp.maximum(block.valid.sum(-1) - 1, 0)
+    return jnp.take_along_axis(x, last.reshape(-1, *([1] * (x.ndim - 1))), axis=1)
+
+
+def forward(
+    params: ModelParams,
+    cfg: ModelConfig,
+    cache: Cache,
+    block: TokenBlock,
+    *,
+    logits: Literal["all", "last"] = "all",
+    features: Features = "none",
+    impl: str = "auto",
+) -> ForwardOut:
+    """Runs `block` on top of the committed `cache`.
+
+    Args:
+        logits: of all rows, or of the last valid one.
+        features: `streams`, what an MTP block reads; `layers`, the streams before the first layer
+            and after each, for checks.
+        impl: of the kernels, `auto` or `ref`.
+
+    Returns:
+        Logits, features, and per layer the rows that `extend` may commit.
+    """
+    layout = make_layout(cfg, block)
+    streams = embed(params, cfg, block.token)
+    every, rows = [streams], []
+    for index, (p, layer) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        with jax.named_scope(f"layer{index}"):
+            streams, row, _ = run_layer(p, cfg, streams, layer, layout, impl=impl)
+        rows.append(row)
+        every.append(streams)
+    head_input = last_valid(block, streams) if logits == "last" else streams
+    out = read_logits(params, cfg, params.hc_head, params.norm, head_input)
+    chosen = {"none": None, "streams": streams, "layers": tuple(every)}[features]
+    return ForwardOut(out, chosen, tuple(rows))

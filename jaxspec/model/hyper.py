@@ -1,0 +1,79 @@
+"""Manifold-constrained hyper-connections: S residual streams mixed by a doubly stochastic matrix.
+
+V4 report, section 2.2. With X the streams, a sub-layer F becomes
+X'_k = post_k F(sum_j pre_j X_j) + sum_j M_jk X_j, M made doubly stochastic by Sinkhorn's iteration.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from jaxspec.config import ModelConfig
+from jaxspec.model.basic import project_float32
+from jaxspec.model.params import HyperParams
+
+
+class Mixing(NamedTuple):
+    """How one sub-layer reads and writes the streams."""
+
+    pre: Array  # [B, N, S]
+    post: Array  # [B, N, S]
+    mix: Array  # [B, N, S, S]: from stream (first S) to stream (second S)
+
+
+def _features(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
+    flat = streams.astype(jnp.float32).reshape(*streams.shape[:-2], -1)
+    scale = 1.0 / jnp.sqrt(jnp.mean(flat * flat, axis=-1, keepdims=True) + cfg.rms_norm_eps)
+    return project_float32(flat, p.fn) * scale
+
+
+@jax.named_scope("hyper.weigh")
+def weigh(p: HyperParams, cfg: ModelConfig, streams: Array) -> Mixing:
+    """Mixing weights of one sub-layer from the streams `[B, N, S, E]`."""
+    s, eps = cfg.hc_mult, cfg.hc_eps
+    u = _features(p, cfg, streams)
+    pre = jax.nn.sigmoid(u[..., :s] * p.scale[0] + p.base[:s]) + eps
+    post = 2.0 * jax.nn.sigmoid(u[..., s : 2 * s] * p.scale[1] + p.base[s : 2 * s])
+    mix = (u[..., 2 * s :] * p.scale[2] + p.base[2 * s :]).reshape(*u.shape[:-1], s, s)
+    return Mixing(pre, post, sinkhorn(mix, cfg.hc_sinkhorn_iters, eps))
+
+
+def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
+    """Makes `[..., S, S]` doubly stochastic: softmax over columns, then alternating division.
+
+    The first iteration divides by the column sums only, since the softmax was the row step.
+    """
+    mix = jax.nn.softmax(logits, axis=-1) + eps
+    mix = mix / (mix.sum(-2, keepdims=True) + eps)
+
+    def alternate(_: int, mix: Array) -> Array:
+        mix = mix / (mix.sum(-1, keepdims=True) + eps)
+        return mix / (mix.sum(-2, keepdims=True) + eps)
+
+    return jax.lax.fori_loop(0, iterations - 1, alternate, mix)
+
+
+def collect(streams: Array, weight: Array) -> Array:
+    """sum_j weight_j X_j: `[B, N, S, E]`, `[B, N, S]` to `[B, N, E]` in the streams' dtype."""
+    return (streams.astype(jnp.float32) * weight[..., None]).sum(-2).astype(streams.dtype)
+
+
+@jax.named_scope("hyper.spread")
+def spread(streams: Array, update: Array, mixing: Mixing) -> Array:
+    """X'_k = post_k y + sum_j M_jk X_j for `update` y `[B, N, E]`, in float32, cast once."""
+    old = streams.astype(jnp.float32)
+    new = mixing.post[..., None] * update.astype(jnp.float32)[..., None, :]
+    for j in range(old.shape[-2]):
+        new = new + mixing.mix[..., j, :, None] * old[..., j, None, :]
+    return new.astype(streams.dtype)
+
+
+@jax.named_scope("hyper.head")
+def collapse(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
+    """The final head: streams `[B, N, S, E]` to the hidden state `[B, N, E]`, no Sinkhorn."""
+    weight = jax.nn.sigmoid(_features(p, cfg, streams) * p.scale[0] + p.base) + cfg.hc_eps
+    return collect(streams, weight)

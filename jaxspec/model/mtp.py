@@ -1,0 +1,56 @@
+"""The multi-token-prediction block: one more V4 layer that predicts the token after next."""
+
+from __future__ import annotations
+
+import jax
+from jax import Array
+
+from jaxspec.cache import LayerCache, LayerRows
+from jaxspec.config import ModelConfig
+from jaxspec.model.attention import Scratch
+from jaxspec.model.basic import project, rms_norm
+from jaxspec.model.forward import read_logits, run_layer
+from jaxspec.model.layout import make_layout
+from jaxspec.model.params import ModelParams, MtpParams
+from jaxspec.tree import TokenBlock
+
+
+@jax.named_scope("mtp")
+def run_mtp(
+    params: ModelParams,
+    cfg: ModelConfig,
+    streams: Array,
+    layer: LayerCache,
+    block: TokenBlock,
+    *,
+    scratch: Scratch | None = None,
+    impl: str = "auto",
+) -> tuple[Array, LayerRows, Scratch | None]:
+    """One pass of the MTP block (V4 report, section 2; spec, section 6).
+
+    Row t reads the streams at position t and the embedding of the token at t + 1, which is
+    `block.token`; its position is t and it predicts t + 2.
+
+    Args:
+        streams: `[B, N, S, E]`: the main model's before its head, or, deeper in a draft, the MTP
+            block's own of the parent row.
+        layer: the MTP block's ring.
+
+    Returns:
+        The block's streams `[B, N, S, E]`, its rows, and the scratch with them.
+    """
+    p = params.mtp[0]
+    x = fuse(p, cfg, streams, params.embed[block.token])
+    return run_layer(p.layer, cfg, x, layer, make_layout(cfg, block), scratch=scratch, impl=impl)
+
+
+def fuse(p: MtpParams, cfg: ModelConfig, streams: Array, embedding: Array) -> Array:
+    """W_e enorm(embedding) + W_h hnorm(streams), the second for each stream alone."""
+    token = project(rms_norm(embedding, p.enorm, cfg.rms_norm_eps), p.e_proj)
+    return token[..., None, :] + project(rms_norm(streams, p.hnorm, cfg.rms_norm_eps), p.h_proj)
+
+
+def mtp_logits(params: ModelParams, cfg: ModelConfig, streams: Array) -> Array:
+    """Logits `[B, N, V]` of the MTP block's streams: its own hyper-head and norm, the shared head."""
+    p = params.mtp[0]
+    return read_logits(params, cfg, p.hc_head, p.norm, streams)

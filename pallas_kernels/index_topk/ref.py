@@ -1,0 +1,55 @@
+"""The definition of the indexer's selection in plain jnp."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+if TYPE_CHECKING:
+    from pallas_kernels.index_topk.op import IndexKeys
+
+LOWEST = jnp.finfo(jnp.float32).min
+
+
+def index_scores(q: Array, weight: Array, keys: Array) -> Array:
+    """sum_h weight_h relu(q_h . key): `[B, N, M]` float32."""
+    dots = jnp.einsum("bnhc,bmc->bnhm", q, keys, preferred_element_type=jnp.float32)
+    return (jax.nn.relu(dots) * weight[..., None]).sum(2)
+
+
+def index_topk(
+    q: Array, weight: Array, entries: IndexKeys, *, topk: int
+) -> tuple[Array, Array]:
+    """See `op.index_topk`."""
+    batch, nodes = q.shape[:2]
+    capacity, own = entries.keys.shape[1], entries.own.shape[1]
+    there = jnp.arange(capacity) < entries.count[:, None]
+    visible = jnp.concatenate(
+        [
+            jnp.broadcast_to(there[:, None], (batch, nodes, capacity)),
+            _unpack(entries.own_bits, own),
+        ],
+        axis=-1,
+    )
+    if capacity + own > topk:
+        scores = [index_scores(q, weight, keys) for keys in (entries.keys, entries.own)]
+        scores = jnp.where(visible, jnp.concatenate(scores, axis=-1), LOWEST)
+        _, best = jax.lax.top_k(scores, topk)  # stable: of equal scores the lowest index
+        chosen = (best[..., None] == jnp.arange(capacity + own)).any(-2)
+        visible = visible & chosen
+    return _pack(visible[..., :capacity]), _pack(visible[..., capacity:])
+
+
+def _unpack(words: Array, size: int) -> Array:
+    every = (words[..., None] >> jnp.arange(32, dtype=jnp.uint32)) & jnp.uint32(1)
+    return every.reshape(*words.shape[:-1], -1)[..., :size] == 1
+
+
+def _pack(mask: Array) -> Array:
+    words = -(-mask.shape[-1] // 32)
+    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, words * 32 - mask.shape[-1])])
+    every = padded.reshape(*mask.shape[:-1], words, 32).astype(jnp.uint32)
+    return (every << jnp.arange(32, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
