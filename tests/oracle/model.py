@@ -46,6 +46,11 @@ class StepOut(NamedTuple):
     experts_margin: tuple[float, ...]
     """Per layer the gap at the routing boundary; inf in hash layers."""
 
+    @property
+    def margin(self) -> float:
+        """Smallest gap by which any indexer or router decided."""
+        return min(*self.topk_margin.values(), *self.experts_margin, np.inf)
+
 
 class BlockOut(NamedTuple):
     """What one block (attention, then experts) made of one token."""
@@ -114,6 +119,10 @@ class Oracle:
     def load(cls, folder: str | Path) -> Oracle:
         """Read `config.json` and `model.safetensors` of an unquantised checkpoint."""
         return cls(*read_checkpoint(folder))
+
+    @property
+    def has_mtp(self) -> bool:
+        return self.config.num_nextn_predict_layers > 0
 
     def start(self) -> State:
         """State of an empty sequence."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -26,13 +25,15 @@ class MtpOut(NamedTuple):
     """[V] for the token after the next."""
     streams: Array
     """[S, E] the block's output; a deeper draft step takes them in place of the main streams."""
+    margin: float
+    """Smallest gap by which the block's router, or its indexer if it has one, decided."""
 
 
 class Mtp:
     """The MTP block of a model. Raises ValueError if the checkpoint has none."""
 
     def __init__(self, oracle: Oracle) -> None:
-        if oracle.config.num_nextn_predict_layers == 0:
+        if not oracle.has_mtp:
             raise ValueError("the checkpoint has no MTP block (num_nextn_predict_layers is 0)")
         self.oracle = oracle
         self.weights = under(oracle.tensors, NAME)
@@ -55,10 +56,11 @@ class Mtp:
         hidden = rms_norm(streams, eps, w["hnorm.weight"]) @ w["h_proj.weight"].T
         layer, out = self.block.step(state.layer, embedding + hidden, next_token, state.length)
         logits = self.oracle.logits(out.streams, owner=NAME)
-        return MtpState(state.length + 1, layer), MtpOut(logits, out.streams)
+        margin = min(out.experts.margin, out.entries.margin if out.entries else np.inf)
+        return MtpState(state.length + 1, layer), MtpOut(logits, out.streams, margin)
 
-    def run(self, streams: Array, tokens: Sequence[int]) -> list[MtpOut]:
-        """All T - 1 outputs of a sequence: tokens [T], main streams [T, S, E] or longer."""
+    def run(self, streams: Array, tokens: Array) -> list[MtpOut]:
+        """All T - 1 outputs of a sequence: main streams [T, S, E], tokens [T]."""
         state, outs = self.start(), []
         for position, next_token in enumerate(tokens[1:]):
             state, out = self.step(state, streams[position], int(next_token))
@@ -66,6 +68,6 @@ class Mtp:
         return outs
 
 
-def mtp_logits(oracle: Oracle, streams: Array, tokens: Sequence[int]) -> Array:
+def mtp_logits(oracle: Oracle, streams: Array, tokens: Array) -> Array:
     """Logits [T - 1, V]; row t predicts token t + 2. `streams` [T, S, E] as in `Mtp.run`."""
     return np.stack([out.logits for out in Mtp(oracle).run(streams, tokens)])
