@@ -13,7 +13,7 @@ arXiv 2408.07978.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -179,35 +179,33 @@ def _perturbed(
     scores: Array, sampling: Sampling, seed: Array, position: Array, noise: Noise | None
 ) -> Array:
     """`perturb` for a batch in which some sequence samples."""
-    greedy = sampling.greedy[:, None, None]
     # The maximum is 0, so a small temperature overflows downwards only.
     cooled = jnp.maximum(scores / sampling.temperature[:, None, None], MASKED)
-    narrows = ~sampling.greedy & ((sampling.top_k > 0) | (sampling.top_p < 1))
-    kept = lax.cond(
-        jnp.any(narrows),
-        lambda: jnp.where(_keep(cooled, sampling), cooled, MASKED),
-        lambda: cooled,
-    )
+    count = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.float32), jnp.inf)
+    mass = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)
+    cooled = _narrow(cooled, jnp.where(sampling.greedy, jnp.inf, count), jnp.ones_like)
+    cooled = _narrow(cooled, jnp.where(sampling.greedy, jnp.inf, mass), jax.nn.softmax)
     if noise is None:
         gumbel = gumbel_noise(seed, position, scores.shape[-1])
     else:
         # A node outside the noise's positions is padding; any row serves it.
         row = jnp.clip(position - noise.first[:, None], 0, noise.value.shape[1] - 1)
-        gumbel = jnp.take_along_axis(noise.value, row[..., None], axis=1)
-    return jnp.where(greedy, scores, kept + gumbel)
+        gumbel = jax.vmap(lambda value, row: value[row])(noise.value, row)
+    return jnp.where(sampling.greedy[:, None, None], scores, cooled + gumbel)
 
 
-def _keep(scores: Array, sampling: Sampling) -> Array:
-    """Which tokens top-k and then top-p leave: bool `[B, N, V]`.
+def _narrow(scores: Array, need: Array, weigh: Callable[[Array], Array]) -> Array:
+    """Masks all but the most probable tokens whose weights reach `need [B]`, if any is finite.
 
-    The nucleus is the smallest set of most probable tokens whose probability, within the top-k,
-    reaches top_p. Among equals the lowest ids are kept.
+    Top-k weighs each token 1. Top-p weighs it by its probability among those that top-k left: the
+    nucleus is the smallest set of most probable tokens that reaches top_p. Among equals the lowest
+    ids are kept.
     """
-    count = jnp.where(sampling.top_k > 0, sampling.top_k.astype(jnp.float32), jnp.inf)
-    mass = jnp.where(sampling.top_p < 1, sampling.top_p, jnp.inf)
-    kept = _heaviest(scores, jnp.ones_like(scores), count[:, None, None])
-    prob = jax.nn.softmax(jnp.where(kept, scores, MASKED), -1)
-    return kept & _heaviest(scores, jnp.where(kept, prob, 0), mass[:, None, None])
+    return lax.cond(
+        jnp.any(need < jnp.inf),
+        lambda: jnp.where(_heaviest(scores, weigh(scores), need[:, None, None]), scores, MASKED),
+        lambda: scores,
+    )
 
 
 def _heaviest(scores: Array, weight: Array, need: Array) -> Array:
