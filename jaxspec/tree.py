@@ -86,13 +86,13 @@ class TokenBlock:
 def ancestor_mask(parent: Array) -> Array:
     """`mask[i, j]` is true iff j is i or an ancestor of i: `parent [N]` -> bool `[N, N]`.
 
-    Pointer doubling: after s squarings every ancestor within 2**s steps is known.
+    Pointer doubling: after s rounds every ancestor within 2**s - 1 steps is known.
     """
-    nodes = parent.shape[0]
-    index = jnp.arange(nodes)
-    mask = (index[None, :] == index[:, None]) | (index[None, :] == parent[:, None])
-    for _ in range(max(nodes - 1, 0).bit_length()):
-        mask = (mask[:, :, None] & mask[None, :, :]).any(1)
+    index = jnp.arange(parent.shape[0])
+    mask = index[:, None] == index
+    up = jnp.where(parent == NO_PARENT, index, parent)
+    for _ in range((index.size - 1).bit_length()):
+        mask, up = mask | mask[up], up[up]
     return mask
 
 

@@ -1,0 +1,64 @@
+"""Acceptance: follow the target's own choices down the tree.
+
+Each node carries the token that the target chooses after it. A child that was drafted with that
+token is accepted, and the walk goes on from it; the choice that meets no child is the bonus token.
+The emitted tokens are thus choices of the target alone, whatever was drafted.
+
+Source: greedy tree verification, with the choices of Daliri et al., arXiv 2408.07978, in the place
+of the argmax.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+from jax import Array
+
+from jaxspec.tree import DraftTree
+
+
+@struct.dataclass
+class VerifyResult:
+    """What a step keeps of its tree. P is the largest depth plus one."""
+
+    path: Array  # [B, P] int32: accepted nodes from the root (node 0) down; 0 beyond `count`
+    count: Array  # [B] int32: accepted nodes with the root = rows to commit = tokens emitted
+    bonus: Array  # [B] int32: the target's choice at the last accepted node, the next root
+
+
+def walk(tree: DraftTree, choice: Array, *, depth: int | None = None) -> VerifyResult:
+    """The longest path from the root whose tokens are the target's choices.
+
+    A step emits the tokens of `path[1:count]` and then the bonus, `count` tokens in all, before
+    any limit. A sequence whose root is not live has count 0, and its bonus means nothing. Of
+    siblings with the same token the lowest index is followed.
+
+    Args:
+        tree: leaves `[B, N]`.
+        choice: `[B, N]` int32, of `sample.choose`.
+        depth: largest depth of the tree, N - 1 if unknown. Deeper nodes are not accepted.
+    """
+    if depth is None:
+        depth = tree.token.shape[1] - 1
+    with jax.named_scope("walk"):
+        return jax.vmap(functools.partial(_walk, levels=depth + 1))(tree, choice)
+
+
+def _walk(tree: DraftTree, choice: Array, *, levels: int) -> VerifyResult:
+    """`walk` of one sequence."""
+    up = jnp.maximum(tree.parent, 0)
+    index = jnp.arange(up.shape[0])
+    match = tree.live & (tree.parent >= 0) & (tree.token == choice[up])
+    twin = (tree.parent[:, None] == tree.parent) & (index[:, None] > index)
+    match = match & ~(twin & match).any(1)
+    match = match.at[0].set(tree.live[0])
+    # Pointer doubling: after s rounds a node is left iff it and its 2**s - 1 next ancestors match.
+    for _ in range((index.size - 1).bit_length()):
+        match, up = match & match[up], up[up]
+    # The path's nodes are in order of depth, because a parent's index is below its child's.
+    path = jnp.nonzero(match, size=levels, fill_value=0)[0].astype(jnp.int32)
+    count = jnp.minimum(match.sum(dtype=jnp.int32), levels)
+    return VerifyResult(path=path, count=count, bonus=choice[path[count - 1]])
