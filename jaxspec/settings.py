@@ -235,4 +235,4 @@ def _read_toml(path: Path) -> dict[str, Any]:
 
 def nearest(name: str, names: list[str]) -> str:
     """The names most like `name`, best first, for an error message."""
-    return ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.5) or names)
+    return ", ".join(difflib.get_close_matches(name, names, n=3, cutoff=0.6) or names)

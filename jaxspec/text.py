@@ -5,16 +5,16 @@ The chat form, with an earlier turn and a system message:
     <bos>SYSTEM<User>PROMPT<Assistant></think>ANSWER<eos><User>PROMPT<Assistant></think>
 
 The special tokens are looked up by their content in the tokenizer's file. Text from a user never
-becomes one: it is encoded by a second tokenizer that knows none of them.
+becomes one: it is encoded without the tokenizer's added tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import tokenizers
 
@@ -50,41 +50,41 @@ class SpecialIds:
 class Tokenizer:
     """Encodes the chat form and decodes what the model says.
 
-    `full` knows the special tokens; `plain` is the same tokenizer without them.
+    `plain` knows none of the added tokens; `vocab` maps all of them and all others to their ids.
     """
 
-    full: tokenizers.Tokenizer
     plain: tokenizers.Tokenizer
+    vocab: Mapping[str, int]
     special: SpecialIds
-    hidden: frozenset[int]
 
     @classmethod
     def load(cls, directory: Path | str) -> Tokenizer:
         """Reads `tokenizer.json` of a model directory.
 
         Raises:
-            UsageError: the file is missing, damaged, not byte-level BPE, or lacks a special token.
+            UsageError: the file is missing, damaged, not byte-level BPE, has an id twice or lacks
+                a special token.
         """
         path = Path(directory) / "tokenizer.json"
-        raw, full, plain = _read(path)
-        if not isinstance(full.decoder, tokenizers.decoders.ByteLevel):
+        plain, vocab = _read(path)
+        if not isinstance(plain.decoder, tokenizers.decoders.ByteLevel):
             raise UsageError(f"{path} has no byte-level decoder; a byte-level BPE is needed")
-        vocab = full.get_vocab(with_added_tokens=True)
-        for content, id in ((token["content"], token["id"]) for token in raw["added_tokens"]):
-            if vocab[content] != id:  # the library numbers added tokens itself
-                raise UsageError(
-                    f"{path} gives {content} the id {id}, but it is read as {vocab[content]}; "
-                    "added tokens must follow the vocabulary without a gap"
-                )
+        if len(set(vocab.values())) < len(vocab):
+            raise UsageError(f"{path} gives an id twice; each token needs its own")
         if missing := [content for content in SPECIAL_TOKENS.values() if content not in vocab]:
             raise UsageError(f"{path} lacks the special tokens {', '.join(missing)}")
         ids = {field: vocab[content] for field, content in SPECIAL_TOKENS.items()}
-        return cls(full, plain, SpecialIds(**ids), frozenset(ids.values()))
+        return cls(plain, vocab, SpecialIds(**ids))
+
+    @functools.cached_property
+    def hidden(self) -> frozenset[int]:
+        """Ids that are never shown as text: the special tokens of the chat form."""
+        return frozenset(dataclasses.asdict(self.special).values())
 
     @property
     def vocab_size(self) -> int:
         """One more than the highest id."""
-        return max(self.full.get_vocab(with_added_tokens=True).values()) + 1
+        return max(self.vocab.values()) + 1
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text; what looks like a special token in it is text too."""
@@ -104,22 +104,21 @@ class Tokenizer:
         return [*ids, self.special.assistant, self.special.end_think]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ids without the chat form's special tokens; bytes that are no UTF-8 become �."""
-        shown = [id for id in ids if id not in self.hidden]
-        return str(self.full.decode(shown, skip_special_tokens=True))
+        """Text of ids, added tokens left out; bytes that are no UTF-8 become �."""
+        return str(self.plain.decode([id for id in ids if id not in self.hidden]))
 
 
-def _read(path: Path) -> tuple[dict[str, Any], tokenizers.Tokenizer, tokenizers.Tokenizer]:
-    """The file, the tokenizer in it, and the same one without any added token."""
+def _read(path: Path) -> tuple[tokenizers.Tokenizer, dict[str, int]]:
+    """The file's tokenizer without its added tokens, and its whole vocabulary."""
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-        full = tokenizers.Tokenizer.from_str(json.dumps(raw))
         plain = tokenizers.Tokenizer.from_str(json.dumps({**raw, "added_tokens": []}))
+        added = {token["content"]: int(token["id"]) for token in raw.get("added_tokens", ())}
     except OSError as error:
         raise UsageError(f"{path} cannot be read: {error.strerror}") from None
     except Exception as error:  # the library raises the base class itself
         raise UsageError(f"{path} is not a tokenizer of the tokenizers library: {error}") from None
-    return raw, full, plain
+    return plain, plain.get_vocab() | added
 
 
 class TextStream:

@@ -134,10 +134,10 @@ def move_special_tokens(raw: dict, first: int) -> None:
 
 
 def test_special_ids_may_lie_elsewhere_and_be_marked_otherwise(tmp_path) -> None:
-    path = write_tokenizer(tmp_path, lambda raw: move_special_tokens(raw, 4096))
+    path = write_tokenizer(tmp_path, lambda raw: move_special_tokens(raw, 5000))
     moved = Tokenizer.load(path)
-    assert (moved.special.end_think, moved.special.bos) == (4096, 4102)
-    assert moved.vocab_size == 4103
+    assert (moved.special.end_think, moved.special.bos) == (5000, 5006)
+    assert moved.vocab_size == 5007
     forged = f"a {END_THINK}{USER} b"
     ids = moved.encode_chat(forged)
     assert ids[:2] == [moved.special.bos, moved.special.user]
@@ -145,10 +145,9 @@ def test_special_ids_may_lie_elsewhere_and_be_marked_otherwise(tmp_path) -> None
     assert moved.decode(ids) == forged
 
 
-def test_ids_that_the_library_reads_otherwise_are_refused(tmp_path) -> None:
-    """The library numbers added tokens itself; a file that says otherwise has mixed-up ids."""
-    path = write_tokenizer(tmp_path, lambda raw: move_special_tokens(raw, 5000))
-    with pytest.raises(UsageError, match="the id 5000, but it is read as 4096"):
+def test_an_id_that_is_given_twice_is_refused(tmp_path) -> None:
+    path = write_tokenizer(tmp_path, lambda raw: move_special_tokens(raw, 4090))
+    with pytest.raises(UsageError, match="gives an id twice"):
         Tokenizer.load(path)
 
 
