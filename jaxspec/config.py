@@ -17,7 +17,7 @@ CSA_RATIO = 4
 
 
 def layer_kind(ratio: int) -> LayerKind:
-    """Attention kind of a layer that folds `ratio` tokens into an entry (V4 report, section 2.3)."""
+    """Attention kind of a layer that folds `ratio` tokens into an entry (V4 report, 2.3)."""
     if ratio == 0:
         return "sliding"
     return "csa" if ratio == CSA_RATIO else "hca"
@@ -180,7 +180,7 @@ def config_from_released(
 
 
 def read_model_toml(path: Path) -> ModelConfig:
-    """Reads `configs/model/*.toml`: exactly the fields of `ModelConfig`, an unknown key is an error."""
+    """Reads `configs/model/*.toml`: exactly the fields of `ModelConfig`, no unknown key."""
     try:
         raw = tomllib.loads(path.read_text())
     except (OSError, ValueError) as error:

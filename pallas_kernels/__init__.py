@@ -1,0 +1,1 @@
+"""Kernels of the verification pass, one folder an operation: signature, definition, TPU, GPU."""
