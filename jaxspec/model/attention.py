@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -9,12 +11,14 @@ from jax import Array
 
 from jaxspec.cache import LayerCache, LayerRows
 from jaxspec.config import ModelConfig
-from jaxspec.model.basic import project, rms_norm, rotate
+from jaxspec.model.basic import Rotation, per_head, project, rms_norm, rotate
 from jaxspec.model.compress import Compressed, compress
-from jaxspec.model.index import index_queries, select_entries
+from jaxspec.model.index import index_queries
 from jaxspec.model.layout import Layout
-from jaxspec.model.params import AttentionParams
+from jaxspec.model.params import AttentionParams, IndexerParams
 from jaxspec.tree import pack_bits, unpack_bits
+from pallas_kernels.index_topk import index_topk
+from pallas_kernels.index_topk.op import IndexKeys
 from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.op import Committed, Own
 
@@ -41,6 +45,16 @@ class Scratch:
         )
 
 
+class Attended(NamedTuple):
+    """What attention makes of a block."""
+
+    out: Array  # [B, N, E]
+    rows: LayerRows
+    scratch: Scratch | None
+    q: Array  # [B, N, H, K] rotated queries
+    index: tuple[Array, Array] | None  # the indexer's queries and head weights (CSA)
+
+
 @jax.named_scope("attention")
 def attend(
     p: AttentionParams,
@@ -51,59 +65,59 @@ def attend(
     *,
     scratch: Scratch | None = None,
     impl: str = "auto",
-) -> tuple[Array, LayerRows, Scratch | None]:
-    """Attention output `[B, N, E]` for `x [B, N, E]`, and the rows it would add to the cache."""
-    block = layout.block
-    q_latent = rms_norm(project(x, p.wq_a), p.q_norm, cfg.rms_norm_eps)
-    q = _queries(p, cfg, q_latent, layout, layer.ratio)
-    turn = layout.turn(layer.ratio)
-    kv = rotate(rms_norm(project(x, p.wkv), p.kv_norm, cfg.rms_norm_eps), turn)
+) -> Attended:
+    """Attention of a block `x [B, N, E]` over the committed layer and the block itself."""
+    block, turn = layout.block, layout.turn(layer.ratio)
+    q_latent, q, kv = project_inputs(p, cfg, x, turn)
     rows = LayerRows(kv, None, None, None, None, None, None)
     committed, own = Committed(layer.ring, block.length), Own(kv, block.position, block.ancestors)
+    queries = None
     if scratch is not None:
         scratch = scratch.insert(kv, block.position)
         own = Own(scratch.kv, scratch.position, block.ancestors)
     if layer.ratio:
-        rows, committed, own = _fold(p, cfg, (x, q_latent, kv), layer, layout, impl)
+        folded = compress(p.compressor, cfg, x, layer.open, layout)
+        rows = rows.replace(
+            entry=folded.entry, owner=folded.owner, complete=folded.complete, open=folded.open
+        )
+        selected, entry_bits = None, _visible_entries(layout, folded)
+        if p.indexer is not None:
+            keys, queries = _index(p.indexer, cfg, x, q_latent, layer, layout)
+            rows = rows.replace(key=keys.entry, key_open=keys.open)
+            entries = IndexKeys(layer.keys, block.length // layer.ratio, keys.entry, entry_bits)
+            selected, entry_bits = index_topk(*queries, entries, topk=cfg.index_topk, impl=impl)
+        committed = committed._replace(
+            entries=layer.entries, selected=selected, ratio=layer.ratio
+        )
+        own = own._replace(entries=folded.entry, entry_bits=entry_bits)
     out = tree_attention(q, p.sink, committed, own, position=block.position, impl=impl)
-    return _output(p, out.astype(x.dtype), turn), rows, scratch
+    return Attended(project_output(p, out.astype(x.dtype), turn), rows, scratch, q, queries)
 
 
-def _queries(
-    p: AttentionParams, cfg: ModelConfig, q_latent: Array, layout: Layout, ratio: int
-) -> Array:
-    shape = (*q_latent.shape[:2], cfg.num_attention_heads, cfg.head_dim)
-    q = rms_norm(project(q_latent, p.wq_b).reshape(shape), None, cfg.rms_norm_eps)
-    cos, sin = layout.turn(ratio)
-    return rotate(q, (cos[:, :, None], sin[:, :, None]))
+def project_inputs(
+    p: AttentionParams, cfg: ModelConfig, x: Array, turn: Rotation
+) -> tuple[Array, Array, Array]:
+    """Query latent `[B, N, Rq]`, rotated queries `[B, N, H, K]` and the raw row `[B, N, K]`."""
+    eps = cfg.rms_norm_eps
+    q_latent = rms_norm(project(x, p.wq_a), p.q_norm, eps)
+    shape = (*x.shape[:2], cfg.num_attention_heads, cfg.head_dim)
+    q = rms_norm(project(q_latent, p.wq_b).reshape(shape), None, eps)
+    kv = rotate(rms_norm(project(x, p.wkv), p.kv_norm, eps), turn)
+    return q_latent, rotate(q, per_head(turn)), kv
 
 
-def _fold(
-    p: AttentionParams,
+def _index(
+    p: IndexerParams,
     cfg: ModelConfig,
-    inputs: tuple[Array, Array, Array],
+    x: Array,
+    q_latent: Array,
     layer: LayerCache,
     layout: Layout,
-    impl: str,
-) -> tuple[LayerRows, Committed, Own]:
-    """Compressed entries of the block and, on CSA layers, the selection among all entries."""
-    x, q_latent, kv = inputs
-    block = layout.block
-    folded = compress(p.compressor, cfg, x, layer.open, layout)
-    rows = LayerRows(
-        kv, folded.entry, None, folded.owner, folded.complete, folded.open, None
-    )
-    own_bits, selected = _visible_entries(layout, folded), None
-    if p.indexer is not None:
-        keys = compress(p.indexer.compressor, cfg, x, layer.key_open, layout)
-        rows = rows.replace(key=keys.entry, key_open=keys.open)
-        queries = index_queries(p.indexer, cfg, x, q_latent, layout)
-        selected, own_bits = select_entries(
-            queries, cfg, layer, keys, own_bits, length=block.length, impl=impl
-        )
-    committed = Committed(layer.ring, block.length, layer.entries, selected, layer.ratio)
-    own = Own(kv, block.position, block.ancestors, folded.entry, own_bits)
-    return rows, committed, own
+) -> tuple[Compressed, tuple[Array, Array]]:
+    """The indexer's keys and queries; it learns from its own loss alone, hence the stops."""
+    x, q_latent = jax.lax.stop_gradient((x, q_latent))
+    keys = compress(p.compressor, cfg, x, layer.key_open, layout)
+    return keys, index_queries(p, cfg, x, q_latent, layout)
 
 
 def _visible_entries(layout: Layout, folded: Compressed) -> Array:
@@ -118,10 +132,9 @@ def _visible_entries(layout: Layout, folded: Compressed) -> Array:
 
 
 @jax.named_scope("attention.output")
-def _output(p: AttentionParams, out: Array, turn: tuple[Array, Array]) -> Array:
+def project_output(p: AttentionParams, out: Array, turn: Rotation) -> Array:
     """Turns the heads back, then the grouped low-rank projection (spec, section 2)."""
-    cos, sin = turn
-    out = rotate(out, (cos[:, :, None], sin[:, :, None]), inverse=True)
+    out = rotate(out, per_head(turn), inverse=True)
     groups = p.wo_a.shape[0]
     grouped = out.reshape(*out.shape[:2], groups, -1)
     latent = jnp.einsum("bngi,gio->bngo", grouped, p.wo_a, preferred_element_type=jnp.float32)

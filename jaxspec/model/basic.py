@@ -63,6 +63,12 @@ def rotation(cfg: ModelConfig, position: Array, *, compressed: bool) -> Rotation
     return jnp.cos(angle), jnp.sin(angle)
 
 
+def per_head(turn: Rotation) -> Rotation:
+    """The rotation of `[B, N]` positions, to turn `[B, N, H, d]`."""
+    cos, sin = turn
+    return cos[:, :, None], sin[:, :, None]
+
+
 def rotate(x: Array, turn: Rotation, *, inverse: bool = False) -> Array:
     """Rotates the interleaved pairs of the last r dims of `x [..., d]`; the others pass.
 

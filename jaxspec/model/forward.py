@@ -5,24 +5,34 @@ A prefill chunk is a chain block, decoding a one-node block, verification a tree
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 from jax import Array
 
-from jaxspec.cache import Cache, LayerCache, LayerRows
+from jaxspec.cache import Cache, LayerRows
 from jaxspec.config import ModelConfig
-from jaxspec.model.attention import Scratch, attend
+from jaxspec.model.attention import Attended, attend
 from jaxspec.model.basic import project_float32, rms_norm
 from jaxspec.model.hyper import collapse, collect, spread, weigh
-from jaxspec.model.layout import Layout, make_layout
+from jaxspec.model.layout import make_layout
 from jaxspec.model.moe import mix_experts
 from jaxspec.model.params import HyperParams, LayerParams, ModelParams
 from jaxspec.tree import TokenBlock
 
-Features = Literal["none", "streams", "layers"]
+Features = Literal["none", "streams", "trace"]
+
+
+class LayerOut(NamedTuple):
+    """What one layer makes of a block."""
+
+    streams: Array  # [B, N, S, E]
+    attended: Attended
+    expert: Array  # [B, N, k] int32: the routed experts of each row
 
 
 @struct.dataclass
@@ -30,7 +40,7 @@ class ForwardOut:
     """What a pass knows about its block; it holds no cache."""
 
     logits: Array  # [B, N, V] float32, or [B, 1, V] for the last valid row
-    features: Any  # None, [B, N, S, E] before the head, or that for every layer
+    features: Any  # None, the last streams [B, N, S, E], or a LayerOut for every layer
     rows: tuple[LayerRows, ...]
 
 
@@ -38,22 +48,19 @@ def run_layer(
     p: LayerParams,
     cfg: ModelConfig,
     streams: Array,
-    layer: LayerCache,
-    layout: Layout,
+    block: TokenBlock,
     *,
-    scratch: Scratch | None = None,
+    attention: Callable[[Array], Attended],
     impl: str = "auto",
-) -> tuple[Array, LayerRows, Scratch | None]:
-    """One block of the model: streams `[B, N, S, E]` to streams, and the rows it would add."""
+) -> LayerOut:
+    """One block of the model on `streams [B, N, S, E]`: attention, then experts."""
     mixing = weigh(p.hc_attn, cfg, streams)
-    x = rms_norm(collect(streams, mixing.pre), p.attn_norm, cfg.rms_norm_eps)
-    y, rows, scratch = attend(p.attn, cfg, x, layer, layout, scratch=scratch, impl=impl)
-    streams = spread(streams, y, mixing)
+    attended = attention(rms_norm(collect(streams, mixing.pre), p.attn_norm, cfg.rms_norm_eps))
+    streams = spread(streams, attended.out, mixing)
     mixing = weigh(p.hc_ffn, cfg, streams)
     x = rms_norm(collect(streams, mixing.pre), p.ffn_norm, cfg.rms_norm_eps)
-    block = layout.block
-    y = mix_experts(p.moe, cfg, x, block.token, block.valid, impl=impl)
-    return spread(streams, y, mixing), rows, scratch
+    y, expert = mix_experts(p.moe, cfg, x, block.token, block.valid, impl=impl)
+    return LayerOut(spread(streams, y, mixing), attended, expert)
 
 
 def embed(params: ModelParams, cfg: ModelConfig, token: Array) -> Array:
@@ -91,8 +98,8 @@ def forward(
 
     Args:
         logits: of all rows, or of the last valid one.
-        features: `streams`, what an MTP block reads; `layers`, the streams before the first layer
-            and after each, for checks.
+        features: `streams`, what an MTP block reads; `trace`, everything that each layer made, for
+            training and checks.
         impl: of the kernels, `auto` or `ref`.
 
     Returns:
@@ -100,13 +107,13 @@ def forward(
     """
     layout = make_layout(cfg, block)
     streams = embed(params, cfg, block.token)
-    every, rows = [streams], []
+    layers = []
     for index, (p, layer) in enumerate(zip(params.layers, cache.layers, strict=True)):
+        attention = partial(attend, p.attn, cfg, layer=layer, layout=layout, impl=impl)
         with jax.named_scope(f"layer{index}"):
-            streams, row, _ = run_layer(p, cfg, streams, layer, layout, impl=impl)
-        rows.append(row)
-        every.append(streams)
+            layers.append(run_layer(p, cfg, streams, block, attention=attention, impl=impl))
+        streams = layers[-1].streams
     head_input = last_valid(block, streams) if logits == "last" else streams
     out = read_logits(params, cfg, params.hc_head, params.norm, head_input)
-    chosen = {"none": None, "streams": streams, "layers": tuple(every)}[features]
-    return ForwardOut(out, chosen, tuple(rows))
+    chosen = {"none": None, "streams": streams, "trace": tuple(layers)}[features]
+    return ForwardOut(out, chosen, tuple(layer.attended.rows for layer in layers))

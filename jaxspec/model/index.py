@@ -1,18 +1,14 @@
-"""The lightning indexer of a CSA layer: which compressed entries each node attends to."""
+"""The lightning indexer of a CSA layer: what each node asks of the compressed entries."""
 
 from __future__ import annotations
 
 import jax
 from jax import Array
 
-from jaxspec.cache import LayerCache
 from jaxspec.config import ModelConfig
-from jaxspec.model.basic import project, project_float32, rotate
-from jaxspec.model.compress import Compressed
+from jaxspec.model.basic import per_head, project, project_float32, rotate
 from jaxspec.model.layout import Layout
 from jaxspec.model.params import IndexerParams
-from pallas_kernels.index_topk import index_topk
-from pallas_kernels.index_topk.op import IndexKeys
 
 
 @jax.named_scope("index.queries")
@@ -26,24 +22,6 @@ def index_queries(
     """
     heads, dim = cfg.index_n_heads, cfg.index_head_dim
     q = project(q_latent, p.wq).reshape(*x.shape[:2], heads, dim)
-    cos, sin = layout.folded
-    q = rotate(q, (cos[:, :, None], sin[:, :, None]))
+    q = rotate(q, per_head(layout.folded))
     weight = project_float32(x, p.weight) * (dim**-0.5 * heads**-0.5)
     return q, weight
-
-
-@jax.named_scope("index.select")
-def select_entries(
-    queries: tuple[Array, Array],
-    cfg: ModelConfig,
-    layer: LayerCache,
-    keys: Compressed,
-    own_bits: Array,
-    *,
-    length: Array,
-    impl: str,
-) -> tuple[Array, Array]:
-    """Per-node top-k over committed entries and the block's own, packed (`index_topk`)."""
-    q, weight = queries
-    entries = IndexKeys(layer.keys, length // layer.ratio, keys.entry, own_bits)
-    return index_topk(q, weight, entries, topk=cfg.index_topk, impl=impl)

@@ -38,10 +38,13 @@ def gated_mlp(p: ExpertParams, x: Array, limit: float) -> Array:
 @jax.named_scope("moe")
 def mix_experts(
     p: MoeParams, cfg: ModelConfig, x: Array, token: Array, valid: Array, *, impl: str = "auto"
-) -> Array:
+) -> tuple[Array, Array]:
     """Routed plus shared experts for `x [B, N, E]`; summed in float32, cast once.
 
     Rows that are not `valid [B, N]` reach no expert.
+
+    Returns:
+        The output `[B, N, E]` and the experts that each row was routed to, `[B, N, k]`.
     """
     rows = x.reshape(-1, x.shape[-1])
     expert, weight = route(p, cfg, rows, token.reshape(-1))
@@ -57,4 +60,4 @@ def mix_experts(
         impl=impl,
     )
     out = routed + gated_mlp(p.shared, rows, cfg.swiglu_limit)
-    return out.astype(x.dtype).reshape(x.shape)
+    return out.astype(x.dtype).reshape(x.shape), expert.reshape(*x.shape[:2], -1)

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 from jax import Array
 
-from jaxspec.cache import LayerCache, LayerRows
+from jaxspec.cache import LayerCache
 from jaxspec.config import ModelConfig
-from jaxspec.model.attention import Scratch
+from jaxspec.model.attention import Scratch, attend
 from jaxspec.model.basic import project, rms_norm
-from jaxspec.model.forward import read_logits, run_layer
+from jaxspec.model.forward import LayerOut, read_logits, run_layer
 from jaxspec.model.layout import make_layout
 from jaxspec.model.params import ModelParams, MtpParams
 from jaxspec.tree import TokenBlock
@@ -25,7 +27,7 @@ def run_mtp(
     *,
     scratch: Scratch | None = None,
     impl: str = "auto",
-) -> tuple[Array, LayerRows, Scratch | None]:
+) -> LayerOut:
     """One pass of the MTP block (V4 report, section 2; spec, section 6).
 
     Row t reads the streams at position t and the embedding of the token at t + 1, which is
@@ -35,13 +37,20 @@ def run_mtp(
         streams: `[B, N, S, E]`: the main model's before its head, or, deeper in a draft, the MTP
             block's own of the parent row.
         layer: the MTP block's ring.
-
-    Returns:
-        The block's streams `[B, N, S, E]`, its rows, and the scratch with them.
+        scratch: rows of the draft's earlier levels, if there are any.
     """
     p = params.mtp[0]
+    attention = partial(
+        attend,
+        p.layer.attn,
+        cfg,
+        layer=layer,
+        layout=make_layout(cfg, block),
+        scratch=scratch,
+        impl=impl,
+    )
     x = fuse(p, cfg, streams, params.embed[block.token])
-    return run_layer(p.layer, cfg, x, layer, make_layout(cfg, block), scratch=scratch, impl=impl)
+    return run_layer(p.layer, cfg, x, block, attention=attention, impl=impl)
 
 
 def fuse(p: MtpParams, cfg: ModelConfig, streams: Array, embedding: Array) -> Array:
