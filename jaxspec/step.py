@@ -92,12 +92,14 @@ def init_state(
     """The state of B sequences that have not begun.
 
     Args:
+        cfg: of the model.
         sampling: of B sequences.
         seed: `[B]` uint32.
         limit: `[B]` int32 tokens to emit at most, `max_new` if it is above that.
-        max_len: capacity C of the cache. A sequence commits its prompt and all but the last of its
+        max_len: capacity of the cache. A sequence commits its prompt and all but the last of its
             emitted tokens; that this fits is for the caller to see to.
         max_new: places M of the output.
+        drafter: whose state it holds.
         dtype: of the cache.
         margins: whether to record the margin of every choice.
     """
@@ -136,10 +138,14 @@ def prefill(
     """Commits the prompts of sequences that have not begun, and emits the first token of each.
 
     Args:
+        params: of the model.
+        cfg: of the model.
         state: of `init_state`.
         token: `[B, T]` prompts, padded at the end.
         valid: `[B]` their lengths; a sequence of length 0 stays as it is.
+        drafter: of `init_state`.
         chunk: tokens of one forward. As many forwards are run as the longest prompt needs.
+        impl: of the kernels.
     """
     chunk = min(chunk, token.shape[1])
     padded = jnp.pad(token, ((0, 0), (0, -token.shape[1] % chunk + 1)))
@@ -229,7 +235,7 @@ def insert(state: DecodeState, row: DecodeState, slot: int | Array) -> DecodeSta
 def propose(
     params: ModelParams, cfg: ModelConfig, state: DecodeState, *, drafter: Drafter
 ) -> tuple[DraftTree, Noise]:
-    """The draft, and the noise of the positions that it may reach, drawn once for all of the step."""
+    """The draft, and the noise of the positions that it may reach, drawn once for the step."""
     length = state.cache.length
     noise = draw_noise(state.sampling, state.seed, length + 1, drafter.depth + 1, cfg.vocab_size)
 
@@ -309,7 +315,7 @@ def _choose_first(logits: Array, state: DecodeState, position: Array) -> Emitted
 
 
 def _place_among_siblings(tree: DraftTree, result: VerifyResult) -> tuple[Array, Array]:
-    """Rank of each token that a step emits, and how many siblings it was drafted among, `[B, P]`."""
+    """Rank of each token that a step emits, and how many were drafted in its place, `[B, P]`."""
     index = jnp.arange(tree.token.shape[1])
     node, other = tree.parent[:, :, None], tree.parent[:, None]
     siblings = (node == other) & tree.live[:, None] & (index[:, None] >= index)

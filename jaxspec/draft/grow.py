@@ -49,7 +49,7 @@ class TreeShape:
     top_k: int
 
     def __post_init__(self) -> None:
-        if not 2 <= self.budget or not 1 <= self.levels < self.budget:
+        if not 1 <= self.levels < self.budget:
             raise ValueError(f"{self} needs 1 <= levels < budget")
         if self.width < 1 or self.top_k < 1:
             raise ValueError(f"{self} needs a width and a top_k of at least 1")

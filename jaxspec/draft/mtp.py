@@ -18,7 +18,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from flax import struct
-from jax import Array
+from jax import Array, lax
 
 from jaxspec.cache import LayerCache, extend_layer, init_layer
 from jaxspec.config import ModelConfig
@@ -26,7 +26,7 @@ from jaxspec.draft import Drafter, Score
 from jaxspec.draft.grow import Candidates, Frontier, TreeShape, expand, frontier, select
 from jaxspec.errors import UsageError
 from jaxspec.model.attention import Scratch
-from jaxspec.model.forward import LayerOut, last_valid
+from jaxspec.model.forward import last_valid
 from jaxspec.model.mtp import mtp_logits, run_mtp
 from jaxspec.model.params import ModelParams
 from jaxspec.tree import DraftTree, TokenBlock, pack_bits
@@ -39,6 +39,16 @@ class MtpState:
 
     layer: LayerCache  # the ring of rows 0 to n - 1
     streams: Array  # [B, S, E]: output of row n - 1
+
+
+@struct.dataclass
+class _Drafted:
+    """A draft between two levels; streams and `seen` are those of the level's `width` nodes."""
+
+    grown: Candidates
+    streams: Array  # [B, width, S, E]: the MTP block's output
+    scratch: Scratch
+    seen: Array  # [B, width, M] bool: the scratch slots of a node's ancestors and itself
 
 
 @functools.cache
@@ -82,19 +92,17 @@ class _Mtp:
         live: Array,
         score: Score,
     ) -> DraftTree:
-        batch, (levels, width) = root.shape[0], (self.shape.levels, self.shape.width)
-        grown = Candidates.empty(batch, levels=levels, width=width, top_k=self.shape.top_k)
-        streams = state.streams[:, None]  # of the parents of the nodes to come
-        scores = score(mtp_logits(params, self.cfg, streams), length[:, None] + 1)
-        grown = expand(grown, Frontier.root(root, width=width), scores)
+        cfg, shape, batch = self.cfg, self.shape, root.shape[0]
+        slots = (shape.levels - 1) * shape.width
+        grown = Candidates.empty(batch, levels=shape.levels, width=shape.width, top_k=shape.top_k)
+        scores = score(mtp_logits(params, cfg, state.streams[:, None]), length[:, None] + 1)
+        grown = expand(grown, Frontier.root(root, width=shape.width), scores)
 
-        slots = (levels - 1) * width
-        scratch = _empty_scratch(state.layer, slots)
-        seen = jnp.zeros((batch, 1, slots), bool)  # which slots hold ancestors of a node
-        for depth in range(1, levels):
-            front = frontier(grown)
-            own = jnp.arange(slots) == scratch.start + jnp.arange(width)[:, None]
-            seen = _take(seen, front.parent_slot) | own
+        def descend(depth: Array, drafted: _Drafted) -> _Drafted:
+            """One pass of the block over the best nodes at `depth`, for the scores of the next."""
+            front = frontier(drafted.grown)
+            slot = drafted.scratch.start + jnp.arange(shape.width)
+            seen = _take(drafted.seen, front.parent_slot) | (jnp.arange(slots) == slot[:, None])
             block = TokenBlock(
                 token=front.token,
                 position=jnp.broadcast_to(length[:, None] + depth - 1, front.token.shape),
@@ -104,12 +112,23 @@ class _Mtp:
                 ancestors=pack_bits(seen),
                 kind="tree",
             )
-            streams = _take(streams, front.parent_slot)
-            out = self._run(params, streams, state.layer, block, scratch=scratch)
-            streams, scratch = out.streams, out.attended.scratch
-            scores = score(mtp_logits(params, self.cfg, streams), block.position + 2)
-            grown = expand(grown, front, scores)
-        return select(grown, root, self.shape.budget, live=live)
+            streams = _take(drafted.streams, front.parent_slot)
+            out = run_mtp(
+                params, cfg, streams, state.layer, block, scratch=drafted.scratch, impl=self.impl
+            )
+            scores = score(mtp_logits(params, cfg, out.streams), block.position + 2)
+            grown = expand(drafted.grown, front, scores)
+            return _Drafted(grown, out.streams, out.attended.scratch, seen)
+
+        if shape.levels > 1:
+            start = _Drafted(
+                grown,
+                streams=jnp.repeat(state.streams[:, None], shape.width, axis=1),
+                scratch=Scratch.empty(state.layer, slots),
+                seen=jnp.zeros((batch, shape.width, slots), bool),
+            )
+            grown = lax.fori_loop(1, shape.levels, descend, start).grown
+        return select(grown, root, shape.budget, live=live)
 
     def observe(
         self,
@@ -122,33 +141,13 @@ class _Mtp:
         token = next_tokens(block.token, result)
         streams = features if result.path is None else _take(features, result.path)
         rows = TokenBlock.chain(token, block.length, result.count)
-        out = self._run(params, streams, state.layer, rows)
+        out = run_mtp(params, self.cfg, streams, state.layer, rows, impl=self.impl)
         last = last_valid(rows, out.streams)[:, 0]
         moved = (result.count > 0)[:, None, None]
         return MtpState(
             layer=extend_layer(state.layer, out.attended.rows, None, block.length, result.count),
             streams=jnp.where(moved, last, state.streams),
         )
-
-    def _run(
-        self,
-        params: ModelParams,
-        streams: Array,
-        layer: LayerCache,
-        block: TokenBlock,
-        *,
-        scratch: Scratch | None = None,
-    ) -> LayerOut:
-        return run_mtp(params, self.cfg, streams, layer, block, scratch=scratch, impl=self.impl)
-
-
-def _empty_scratch(layer: LayerCache, slots: int) -> Scratch:
-    batch, _, dim = layer.ring.shape
-    return Scratch(
-        kv=jnp.zeros((batch, slots, dim), layer.ring.dtype),
-        position=jnp.zeros((batch, slots), jnp.int32),
-        start=0,
-    )
 
 
 def _take(x: Array, index: Array) -> Array:

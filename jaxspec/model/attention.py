@@ -33,15 +33,25 @@ class Scratch:
 
     kv: Array  # [B, M, K]
     position: Array  # [B, M] int32
-    start: int = struct.field(pytree_node=False)
+    start: Array  # [] int32
+
+    @staticmethod
+    def empty(layer: LayerCache, slots: int) -> Scratch:
+        """Room for `slots` rows beside the ring of `layer`."""
+        batch, _, dim = layer.ring.shape
+        return Scratch(
+            kv=jnp.zeros((batch, slots, dim), layer.ring.dtype),
+            position=jnp.zeros((batch, slots), jnp.int32),
+            start=jnp.int32(0),
+        )
 
     def insert(self, kv: Array, position: Array) -> Scratch:
-        """The scratch with the rows of one more level."""
-        stop = self.start + kv.shape[1]
+        """The scratch with the rows of one more level; there must be room for them."""
+        update = jax.lax.dynamic_update_slice_in_dim
         return Scratch(
-            kv=self.kv.at[:, self.start : stop].set(kv.astype(self.kv.dtype)),
-            position=self.position.at[:, self.start : stop].set(position),
-            start=stop,
+            kv=update(self.kv, kv.astype(self.kv.dtype), self.start, axis=1),
+            position=update(self.position, position, self.start, axis=1),
+            start=self.start + kv.shape[1],
         )
 
 
@@ -86,9 +96,7 @@ def attend(
             rows = rows.replace(key=keys.entry, key_open=keys.open)
             entries = IndexKeys(layer.keys, block.length // layer.ratio, keys.entry, entry_bits)
             selected, entry_bits = index_topk(*queries, entries, topk=cfg.index_topk, impl=impl)
-        committed = committed._replace(
-            entries=layer.entries, selected=selected, ratio=layer.ratio
-        )
+        committed = committed._replace(entries=layer.entries, selected=selected, ratio=layer.ratio)
         own = own._replace(entries=folded.entry, entry_bits=entry_bits)
     out = tree_attention(q, p.sink, committed, own, position=block.position, impl=impl)
     return Attended(project_output(p, out.astype(x.dtype), turn), rows, scratch, q, queries)
