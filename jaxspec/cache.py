@@ -96,9 +96,7 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = jnp.floa
     return Cache(layers, jnp.zeros(batch, jnp.int32))
 
 
-def extend(
-    cache: Cache, rows: tuple[LayerRows, ...], path: Array | None, count: Array
-) -> Cache:
+def extend(cache: Cache, rows: tuple[LayerRows, ...], path: Array | None, count: Array) -> Cache:
     """Appends the rows of the accepted path: the only writer of a cache.
 
     Args:

@@ -135,5 +135,3 @@ def chain_attention(
     for weight, entry in zip(weights[1:], seen, strict=True):
         out = out + _blend(weight, entry)
     return out
-
-
