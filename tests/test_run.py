@@ -136,7 +136,7 @@ def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(
     assert {path: path.read_bytes() for path in inputs.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("argv", [["--budget", "0"], ["--prompts", "-"], ["--model", "a\nb"]])
+@pytest.mark.parametrize("argv", [["--budget", "0"], ["--prompts", "-"], ["--config", "a\nb.toml"]])
 def test_bad_input_of_a_real_process(argv: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jaxspec.run", *argv],
@@ -297,6 +297,22 @@ def test_ctrl_c_writes_what_had_finished(
     assert len(value["runs"]) == 1
     assert value["identical"] is None
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
+
+
+def test_what_had_finished_is_written_in_input_order(script, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "out.json"
+    limits = {"long": 20, "short": 2, "longest": 30}
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"id": name, "prompt": "a", "max_new_tokens": limit})
+            for name, limit in limits.items()
+        )
+    )
+    script.interrupt_after = 50
+    argv = ["--prompts", str(prompts), "--batch-size", "3", "--method", "none"]
+    assert run.main([*argv, "--json", str(path)]) == 130
+    completions = json.loads(path.read_text())["runs"][0]["completions"]
+    assert [each["id"] for each in completions] == ["long", "short"]
 
 
 def start(*argv: str) -> subprocess.Popen:
