@@ -49,7 +49,7 @@ def load_checkpoint(
     """
     if mesh is not None:
         raise UsageError("loading onto a mesh is not built yet; leave mesh out")
-    directory = model_dir(str(dir_or_name))
+    directory = model_dir(os.fspath(dir_or_name))
     with ExitStack() as stack:
         stored = _open(directory, stack)
         blocks = {int(m[1]) for name in stored if (m := re.match(r"mtp\.(\d+)\.", name))}
