@@ -52,5 +52,5 @@ def tree_attention(
     if impl not in ("auto", "ref"):
         raise ValueError(f"impl {impl!r} of tree_attention is not built; use 'auto' or 'ref'")
     if own.row_bits is None and q.shape[1] > committed.ring.shape[1]:
-        return ref.chain_attention(q, sink, committed, own, position=position)
+        return ref.chain_attention(q, sink, committed, own)
     return ref.block_attention(q, sink, committed, own, position=position)
