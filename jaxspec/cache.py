@@ -66,7 +66,7 @@ def pools(ratio: int) -> int:
 
 
 def empty_pool(shape: tuple[int, ...], dim: int) -> Array:
-    """The identity of pooling `[*shape, 3, dim]`: maximum finfo.min, denominator and numerator 0."""
+    """The identity of pooling `[*shape, 3, dim]`: (finfo.min, 0, 0) a channel, never -inf."""
     zero = jnp.zeros((*shape, dim), jnp.float32)
     return jnp.stack([zero + jnp.finfo(jnp.float32).min, zero, zero], axis=-2)
 

@@ -90,6 +90,15 @@ def _entry_sources(q: Array, committed: Committed, own: Own) -> list[Source]:
     return [_source(q, committed.entries, mask), _source(q, own.entries, own_mask)]
 
 
+def tree_attention(
+    q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
+) -> Array:
+    """See `op.tree_attention`."""
+    if own.row_bits is None and q.shape[1] > committed.ring.shape[1]:
+        return chain_attention(q, sink, committed, own)
+    return block_attention(q, sink, committed, own, position=position)
+
+
 def block_attention(
     q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
 ) -> Array:
