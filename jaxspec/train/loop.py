@@ -18,6 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from jaxspec.checkpoint import save_checkpoint
+from jaxspec.compiler import compiler_options
 from jaxspec.config import ModelConfig
 from jaxspec.model.params import ModelParams, init
 from jaxspec.resources import model_dir
@@ -26,6 +27,9 @@ from jaxspec.train.data import Batches, dev_batches, read_sets
 from jaxspec.train.loss import Blank, Loss, measure
 from jaxspec.train.optimizer import balance, join, make_optimizer, split_trainable
 from jaxspec.train.recipe import Recipe
+
+DEV_DOCUMENTS = 32
+"""Documents of each dev set that an evaluation reads."""
 
 
 class TrainState(NamedTuple):
@@ -36,7 +40,6 @@ class TrainState(NamedTuple):
     best: jax.Array  # [] float32: lowest mean dev loss so far
 
 
-@partial(jax.jit, static_argnames=("cfg", "recipe", "optimizer"), donate_argnames=("state",))
 def train_step(
     state: TrainState,
     blank: Blank,
@@ -47,27 +50,38 @@ def train_step(
     recipe: Recipe,
     optimizer: optax.GradientTransformation,
 ) -> tuple[TrainState, Loss]:
-    """One update on `tokens [B, T]`."""
+    """One update on `tokens [batch, T]`.
+
+    Gradients are summed over slices of `micro` sequences: what a few sequences need stays in the
+    processor's cache.
+    """
     key = jax.random.fold_in(jax.random.key(recipe.seed), step)
     floats, rest = split_trainable(state.params)
 
-    def total(floats: ModelParams) -> tuple[jax.Array, Loss]:
+    def total(floats: ModelParams, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Loss]:
         loss = measure(join(floats, rest), cfg, blank, tokens, key=key, recipe=recipe)
         drafts = recipe.draft_weight * loss.draft.mean()
         return loss.lm + drafts + recipe.index_weight * loss.index, loss
 
-    grads, loss = jax.grad(total, has_aux=True)(floats)
+    def accumulate(grads: ModelParams, part: tuple[jax.Array, jax.Array]) -> tuple[Any, Loss]:
+        more, loss = jax.grad(total, has_aux=True)(floats, *part)
+        return jax.tree.map(jnp.add, grads, more), loss
+
+    parts = recipe.batch // recipe.micro
+    slices = tokens.reshape(parts, recipe.micro, -1), jax.random.split(key, parts)
+    grads, losses = jax.lax.scan(accumulate, jax.tree.map(jnp.zeros_like, floats), slices)
+    loss = jax.tree.map(lambda x: x.mean(0), losses)
+    grads = jax.tree.map(lambda x: x / parts, grads)
     updates, moments = optimizer.update(grads, state.optimizer, floats)
     params = join(optax.apply_updates(floats, updates), rest)
     params = balance(params, loss.load, recipe.bias_rate)
     return TrainState(params, moments, state.best), loss
 
 
-@partial(jax.jit, static_argnames=("cfg", "recipe"))
 def evaluate_step(
     params: ModelParams, blank: Blank, tokens: jax.Array, *, cfg: ModelConfig, recipe: Recipe
 ) -> Loss:
-    """The loss of one dev batch, with anchors drawn from a fixed key."""
+    """The loss of one dev slice `[micro, T]`, with anchors drawn from a fixed key."""
     return measure(params, cfg, blank, tokens, key=jax.random.key(0), recipe=recipe)
 
 
@@ -87,8 +101,13 @@ class Run:
             seed=recipe.seed,
         )
         self.dev = read_sets(data, "dev", tokenizer)
-        self.blank = Blank.create(cfg, recipe.batch)
+        self.blank = Blank.create(cfg, recipe.micro)
         self.optimizer = make_optimizer(cfg, recipe)
+        options = compiler_options()
+        step = partial(train_step, cfg=cfg, recipe=recipe, optimizer=self.optimizer)
+        self.train_step = jax.jit(step, donate_argnums=0, compiler_options=options)
+        evaluate = partial(evaluate_step, cfg=cfg, recipe=recipe)
+        self.evaluate_step = jax.jit(evaluate, compiler_options=options)
         options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
         self.manager = ocp.CheckpointManager((out / "state").absolute(), options=options)
 
@@ -112,15 +131,7 @@ class Run:
             clock = time.monotonic()
             for step in range(first, self.recipe.steps):
                 tokens = jnp.asarray(self.batches[step])
-                state, loss = train_step(
-                    state,
-                    self.blank,
-                    tokens,
-                    jnp.int32(step),
-                    cfg=self.cfg,
-                    recipe=self.recipe,
-                    optimizer=self.optimizer,
-                )
+                state, loss = self.train_step(state, self.blank, tokens, jnp.int32(step))
                 taken, clock = time.monotonic() - clock, time.monotonic()
                 record = {"step": step + 1, **_figures(loss)}
                 self._log({**record, "tokens_per_s": round(tokens.size / taken)})
@@ -146,10 +157,10 @@ class Run:
         return state
 
     def _evaluate_set(self, params: ModelParams, documents: list[np.ndarray]) -> dict[str, Any]:
-        size = self.recipe.batch
+        size = self.recipe.micro
         losses = [
-            evaluate_step(params, self.blank, jnp.asarray(rows), cfg=self.cfg, recipe=self.recipe)
-            for rows in dev_batches(documents[: 4 * size], self.recipe.sequence, size)
+            self.evaluate_step(params, self.blank, jnp.asarray(rows))
+            for rows in dev_batches(documents[:DEV_DOCUMENTS], self.recipe.sequence, size)
         ]
         return _figures(jax.tree.map(lambda *x: jnp.stack(x).mean(0), *losses))
 

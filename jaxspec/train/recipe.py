@@ -19,6 +19,7 @@ class Recipe:
     seed: int
     sequence: int
     batch: int
+    micro: int
     steps: int
     warmup: int
     decay: float
@@ -37,11 +38,13 @@ class Recipe:
     evaluate_every: int
 
     def __post_init__(self) -> None:
-        for name in ("sequence", "batch", "steps", "draft_depths", "draft_anchors"):
+        for name in ("sequence", "batch", "micro", "steps", "draft_depths", "draft_anchors"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
         if self.sequence <= self.draft_depths + self.draft_anchors:
             raise UsageError("sequence must exceed draft_anchors + draft_depths")
+        if self.batch % self.micro:
+            raise UsageError(f"micro is {self.micro}; it must divide batch, {self.batch}")
         if not 0 <= self.decay <= 1:
             raise UsageError(f"decay is {self.decay}; it must be a part of the steps, 0 to 1")
 
