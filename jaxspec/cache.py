@@ -66,7 +66,7 @@ def pools(ratio: int) -> int:
 
 
 def empty_pool(shape: tuple[int, ...], dim: int) -> Array:
-    """The identity of pooling `[*shape, 3, dim]`: maximum finfo.min, denominator and numerator 0."""
+    """The identity of pooling `[*shape, 3, dim]`: (finfo.min, 0, 0) a channel, never -inf."""
     zero = jnp.zeros((*shape, dim), jnp.float32)
     return jnp.stack([zero + jnp.finfo(jnp.float32).min, zero, zero], axis=-2)
 
@@ -96,9 +96,7 @@ def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = jnp.floa
     return Cache(layers, jnp.zeros(batch, jnp.int32))
 
 
-def extend(
-    cache: Cache, rows: tuple[LayerRows, ...], path: Array | None, count: Array
-) -> Cache:
+def extend(cache: Cache, rows: tuple[LayerRows, ...], path: Array | None, count: Array) -> Cache:
     """Appends the rows of the accepted path: the only writer of a cache.
 
     Args:

@@ -8,7 +8,6 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -22,29 +21,12 @@ from safetensors.numpy import save_file
 from jaxspec.config import ModelConfig, read_config
 from jaxspec.errors import UsageError
 from jaxspec.model.params import Leaf, ModelParams, abstract
+from jaxspec.resources import model_dir
 
-EMBEDDED = ("nano",)
 _FLOATS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F64": np.float64}
 _INTEGERS = {"I64", "I32"}
 _TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
-
-
-def model_directory(name: str | os.PathLike[str]) -> Path:
-    """The directory of an embedded model's name, or the path itself.
-
-    Raises:
-        UsageError: it is neither.
-    """
-    if str(name) in EMBEDDED:
-        return Path(str(resources.files("jaxspec") / "models" / str(name)))
-    path = Path(name)
-    if not path.is_dir():
-        raise UsageError(
-            f"model {str(name)!r} is neither a directory nor an embedded model "
-            f"({', '.join(EMBEDDED)})"
-        )
-    return path
 
 
 def load_checkpoint(
@@ -67,7 +49,7 @@ def load_checkpoint(
     """
     if mesh is not None:
         raise UsageError("loading onto a mesh is not built yet; leave mesh out")
-    directory = model_directory(dir_or_name)
+    directory = model_dir(os.fspath(dir_or_name))
     with ExitStack() as stack:
         stored = _open(directory, stack)
         blocks = {int(m[1]) for name in stored if (m := re.match(r"mtp\.(\d+)\.", name))}

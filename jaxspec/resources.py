@@ -46,5 +46,10 @@ def run_config_file(name: str) -> Path:
     return folder / f"{name}.toml"
 
 
+def packaged_config(name: str) -> Path:
+    """A configuration that ships, by its path below `configs/`, such as `model/nano.toml`."""
+    return _package() / "configs" / name
+
+
 def _package() -> Path:
     return Path(str(importlib.resources.files("jaxspec")))

@@ -169,6 +169,38 @@ def choose(
         )
 
 
+BOUNDARY = 1e-4
+"""A nucleus that is wider or narrower by this share of probability may be the same in float32."""
+
+
+def margin(
+    logits: Array,
+    sampling: Sampling,
+    seed: Array,
+    position: Array,
+    *,
+    noise: Noise | None = None,
+) -> Array:
+    """What each choice rests on: the gap between its score and the next best, `[B, N]` float32.
+
+    0 where a top-p that differs by `BOUNDARY` would have chosen another token. A choice with a
+    small margin may fall either way where the logits are rounded otherwise.
+    """
+
+    def choose_at(scale: float) -> Array:
+        moved = sampling.replace(top_p=jnp.where(sampling.top_p < 1, sampling.top_p * scale, 1))
+        return choose(logits, moved, seed, position, noise=noise)
+
+    with jax.named_scope("margin"):
+        best, _ = lax.top_k(perturb(logits, sampling, seed, position, noise=noise), 2)
+        same = lax.cond(
+            jnp.any((sampling.top_p < 1) & ~sampling.greedy),
+            lambda: choose_at(1 - BOUNDARY) == choose_at(1 + BOUNDARY),
+            lambda: jnp.ones(position.shape, bool),
+        )
+        return jnp.where(same, best[..., 0] - best[..., 1], 0)
+
+
 def _log_prob(logits: Array) -> Array:
     """Log-probabilities up to a constant; the shift by the maximum keeps their order exactly."""
     logits = logits.astype(jnp.float32)

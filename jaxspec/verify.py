@@ -22,9 +22,13 @@ from jaxspec.tree import DraftTree
 
 @struct.dataclass
 class VerifyResult:
-    """What a step keeps of its tree. P is the largest depth plus one."""
+    """What a step keeps of its block. P is the largest depth of the tree plus one.
 
-    path: Array  # [B, P] int32: accepted nodes from the root (node 0) down; 0 beyond `count`
+    A chain, which is committed whole, has no path; its count is its valid length and its bonus the
+    token that follows.
+    """
+
+    path: Array | None  # [B, P] int32: accepted nodes from the root (node 0); 0 beyond `count`
     count: Array  # [B] int32: accepted nodes with the root = rows to commit = tokens emitted
     bonus: Array  # [B] int32: the target's choice at the last accepted node, the next root
 
@@ -45,6 +49,18 @@ def walk(tree: DraftTree, choice: Array, *, depth: int | None = None) -> VerifyR
         depth = tree.token.shape[1] - 1
     with jax.named_scope("walk"):
         return jax.vmap(functools.partial(_walk, levels=depth + 1))(tree, choice)
+
+
+def next_tokens(token: Array, result: VerifyResult) -> Array:
+    """The token that follows each committed node: `token [B, N]` of the block to `[B, P]`.
+
+    Those of a tree are the tokens that the step emits: the path below the root, then the bonus.
+    Nothing is meant beyond `count`.
+    """
+    if result.path is not None:
+        token = jnp.take_along_axis(token, result.path, axis=1)
+    is_last = jnp.arange(token.shape[1]) == result.count[:, None] - 1
+    return jnp.where(is_last, result.bonus[:, None], jnp.roll(token, -1, axis=1))
 
 
 def _walk(tree: DraftTree, choice: Array, *, levels: int) -> VerifyResult:

@@ -44,7 +44,7 @@ ensure_venv() {
     want="$(printf "%s" "$PWD" | cat - pyproject.toml | cksum)"
     stamp=".venv/installed${extra:+-$extra}"
     [ "$(cat "$stamp" 2>/dev/null)" != "$want" ] || return 0
-    say "installing jaxspec${extra:+ with its extra '$extra'} into .venv (about a minute)"
+    say "installing jaxspec${extra:+ with its extra '$extra'} into .venv (a minute or a few)"
     .venv/bin/python -m pip install --quiet --disable-pip-version-check \
         --editable ".${extra:+[$extra]}" || stop "pip could not install what pyproject.toml names"
     printf '%s' "$want" | tee "$stamp" >.venv/installed

@@ -7,15 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import fake_engine
 import pytest
 
 from jaxspec import demo, run
 from jaxspec.resources import model_dir
 from jaxspec.settings import RunConfig, read_run_config
 from jaxspec.stream import PLAIN_MARKS
+from tests import fake_engine
 
-TESTS = Path(__file__).parent
+ENVIRONMENT = {**os.environ, "PYTHONPATH": str(Path(__file__).parent.parent)}
 PROMPT = ["--prompt", "hello"]
 
 
@@ -136,13 +136,13 @@ def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(
     assert {path: path.read_bytes() for path in inputs.rglob("*") if path.is_file()} == before
 
 
-@pytest.mark.parametrize("argv", [["--budget", "0"], ["--prompts", "-"], ["--model", "a\nb"]])
+@pytest.mark.parametrize("argv", [["--budget", "0"], ["--prompts", "-"], ["--config", "a\nb.toml"]])
 def test_bad_input_of_a_real_process(argv: list[str], tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "jaxspec.run", *argv],
         input=b'{"prompt": "x"}\n{"text": "x"}\n',
         capture_output=True,
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent)},
+        env=ENVIRONMENT,
         cwd=tmp_path,
         check=False,
     )
@@ -158,8 +158,8 @@ def test_a_refusal_needs_no_jax() -> None:
         "import sys; from jaxspec.run import main; status = main(['--prompt', '']); "
         "assert 'jax' not in sys.modules; sys.exit(status)"
     )
-    path = {**os.environ, "PYTHONPATH": str(TESTS.parent)}
-    assert subprocess.run([sys.executable, "-c", code], env=path, check=False).returncode == 2
+    done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=False)
+    assert done.returncode == 2
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture) -> None:
@@ -299,21 +299,45 @@ def test_ctrl_c_writes_what_had_finished(
     assert capsys.readouterr().err.splitlines()[-1] == "interrupted"
 
 
-def test_a_real_signal_ends_with_130_and_a_whole_file(tmp_path: Path) -> None:
-    path = tmp_path / "out.json"
-    process = subprocess.Popen(
-        [sys.executable, str(TESTS / "fake_engine.py"), "--prompt", "a", "b", "--json", str(path)],
+def test_what_had_finished_is_written_in_input_order(script, tmp_path: Path) -> None:
+    prompts, path = tmp_path / "p.jsonl", tmp_path / "out.json"
+    limits = {"long": 20, "short": 2, "longest": 30}
+    prompts.write_text(
+        "\n".join(
+            json.dumps({"id": name, "prompt": "a", "max_new_tokens": limit})
+            for name, limit in limits.items()
+        )
+    )
+    script.interrupt_after = 50
+    argv = ["--prompts", str(prompts), "--batch-size", "3", "--method", "none"]
+    assert run.main([*argv, "--json", str(path)]) == 130
+    completions = json.loads(path.read_text())["runs"][0]["completions"]
+    assert [each["id"] for each in completions] == ["long", "short"]
+
+
+def start(*argv: str) -> subprocess.Popen:
+    """A real process with both its outputs piped."""
+    return subprocess.Popen(
+        [sys.executable, *argv],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         encoding="utf-8",
-        env={**os.environ, "PYTHONPATH": str(TESTS.parent), "PYTHONUTF8": "1"},
+        env={**ENVIRONMENT, "PYTHONUTF8": "1"},
     )
-    assert process.stderr is not None
-    while "waiting" not in process.stderr.readline():
-        assert process.poll() is None
-    process.send_signal(signal.SIGINT)
-    out, err = process.communicate(timeout=60)
+
+
+def test_a_real_signal_ends_with_130_and_a_whole_file(tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    process = start("-m", "tests.fake_engine", "--prompt", "a", "b", "--json", str(path))
+    try:
+        while "waiting" not in process.stderr.readline():
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
     assert process.returncode == 130
     assert err.splitlines()[-1] == "interrupted"
     completions = json.loads(path.read_text(encoding="utf-8"))["runs"][0]["completions"]
@@ -337,20 +361,17 @@ def test_a_reader_that_leaves_ends_the_run_quietly(tmp_path: Path) -> None:
     prompts = tmp_path / "p.jsonl"
     prompts.write_text("\n".join(json.dumps({"prompt": "x" * 2000}) for _ in range(200)))
     code = (
-        "import sys, fake_engine; from jaxspec.run import main; "
+        "import sys; from tests import fake_engine; from jaxspec.run import main; "
         "sys.modules.update(fake_engine.install(fake_engine.Script())); "
         f"sys.exit(main(['--prompts', {str(prompts)!r}, '--max-new-tokens', '5000']))"
     )
-    process = subprocess.Popen(
-        [sys.executable, "-c", code],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={**os.environ, "PYTHONPATH": f"{TESTS.parent}:{TESTS}", "PYTHONUTF8": "1"},
-    )
-    assert process.stdout is not None
-    assert process.stderr is not None
-    process.stdout.readline()
-    process.stdout.close()
-    assert b"Traceback" not in process.stderr.read()
-    process.stderr.close()
-    assert process.wait(60) == 1
+    process = start("-c", code)
+    try:
+        process.stdout.readline()
+        process.stdout.close()
+        assert "Traceback" not in process.stderr.read()
+        assert process.wait(60) == 1
+    finally:
+        process.kill()
+        process.wait()
+        process.stderr.close()

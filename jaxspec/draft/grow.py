@@ -32,6 +32,41 @@ from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT, DraftTree
 
 
+@dataclasses.dataclass(frozen=True)
+class TreeShape:
+    """How a tree is grown: all static, so that one compilation serves every tree.
+
+    Attributes:
+        budget: D, the nodes of the tree, its root included.
+        levels: the largest depth; each level after the first costs a pass of the drafter.
+        width: nodes of a level that are expanded.
+        top_k: children of an expanded node.
+    """
+
+    budget: int
+    levels: int
+    width: int
+    top_k: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.levels < self.budget:
+            raise ValueError(f"{self} needs 1 <= levels < budget")
+        if self.width < 1 or self.top_k < 1:
+            raise ValueError(f"{self} needs a width and a top_k of at least 1")
+
+    @staticmethod
+    def chain(budget: int) -> TreeShape:
+        """Linear speculation: the drafter's best token, budget - 1 times."""
+        return TreeShape(budget=budget, levels=budget - 1, width=1, top_k=1)
+
+    @staticmethod
+    def tree(budget: int) -> TreeShape:
+        """A beam that is about as good as best-first growth at this budget."""
+        beam = 2 if budget <= 8 else 4 if budget <= 32 else 8
+        levels = 4 if budget <= 8 else 5 if budget <= 16 else 6 if budget <= 32 else 8
+        return TreeShape(budget, min(levels, budget - 1), beam, beam)
+
+
 @struct.dataclass
 class Candidates:
     """Nodes that may enter the tree: M = levels * width * top_k of them, level after level.

@@ -15,7 +15,7 @@ from jaxspec.model.basic import Rotation, per_head, project, rms_norm, rotate
 from jaxspec.model.compress import Compressed, compress
 from jaxspec.model.index import index_queries
 from jaxspec.model.layout import Layout
-from jaxspec.model.params import AttentionParams, IndexerParams
+from jaxspec.model.params import AttentionParams
 from jaxspec.tree import pack_bits, unpack_bits
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk.op import IndexKeys
@@ -33,15 +33,25 @@ class Scratch:
 
     kv: Array  # [B, M, K]
     position: Array  # [B, M] int32
-    start: int = struct.field(pytree_node=False)
+    start: Array  # [] int32
+
+    @staticmethod
+    def empty(layer: LayerCache, slots: int) -> Scratch:
+        """Room for `slots` rows beside the ring of `layer`."""
+        batch, _, dim = layer.ring.shape
+        return Scratch(
+            kv=jnp.zeros((batch, slots, dim), layer.ring.dtype),
+            position=jnp.zeros((batch, slots), jnp.int32),
+            start=jnp.int32(0),
+        )
 
     def insert(self, kv: Array, position: Array) -> Scratch:
-        """The scratch with the rows of one more level."""
-        stop = self.start + kv.shape[1]
+        """The scratch with the rows of one more level; there must be room for them."""
+        update = jax.lax.dynamic_update_slice_in_dim
         return Scratch(
-            kv=self.kv.at[:, self.start : stop].set(kv.astype(self.kv.dtype)),
-            position=self.position.at[:, self.start : stop].set(position),
-            start=stop,
+            kv=update(self.kv, kv.astype(self.kv.dtype), self.start, axis=1),
+            position=update(self.position, position, self.start, axis=1),
+            start=self.start + kv.shape[1],
         )
 
 
@@ -82,13 +92,14 @@ def attend(
         )
         selected, entry_bits = None, _visible_entries(layout, folded)
         if p.indexer is not None:
-            keys, queries = _index(p.indexer, cfg, x, q_latent, layer, layout)
+            # The indexer learns from its own loss alone, hence the stops.
+            alone = jax.lax.stop_gradient((x, q_latent))
+            keys = compress(p.indexer.compressor, cfg, alone[0], layer.key_open, layout)
+            queries = index_queries(p.indexer, cfg, *alone, layout)
             rows = rows.replace(key=keys.entry, key_open=keys.open)
             entries = IndexKeys(layer.keys, block.length // layer.ratio, keys.entry, entry_bits)
             selected, entry_bits = index_topk(*queries, entries, topk=cfg.index_topk, impl=impl)
-        committed = committed._replace(
-            entries=layer.entries, selected=selected, ratio=layer.ratio
-        )
+        committed = committed._replace(entries=layer.entries, selected=selected, ratio=layer.ratio)
         own = own._replace(entries=folded.entry, entry_bits=entry_bits)
     out = tree_attention(q, p.sink, committed, own, position=block.position, impl=impl)
     return Attended(project_output(p, out.astype(x.dtype), turn), rows, scratch, q, queries)
@@ -104,20 +115,6 @@ def project_inputs(
     q = rms_norm(project(q_latent, p.wq_b).reshape(shape), None, eps)
     kv = rotate(rms_norm(project(x, p.wkv), p.kv_norm, eps), turn)
     return q_latent, rotate(q, per_head(turn)), kv
-
-
-def _index(
-    p: IndexerParams,
-    cfg: ModelConfig,
-    x: Array,
-    q_latent: Array,
-    layer: LayerCache,
-    layout: Layout,
-) -> tuple[Compressed, tuple[Array, Array]]:
-    """The indexer's keys and queries; it learns from its own loss alone, hence the stops."""
-    x, q_latent = jax.lax.stop_gradient((x, q_latent))
-    keys = compress(p.compressor, cfg, x, layer.key_open, layout)
-    return keys, index_queries(p, cfg, x, q_latent, layout)
 
 
 def _visible_entries(layout: Layout, folded: Compressed) -> Array:

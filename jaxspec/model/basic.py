@@ -15,7 +15,7 @@ Rotation = tuple[Array, Array]
 
 
 def rms_norm(x: Array, weight: Array | None, eps: float) -> Array:
-    """x / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, cast back once."""
+    """X / sqrt(mean(x^2) + eps) * weight over the last axis, in float32, cast back once."""
     y = x.astype(jnp.float32)
     y = y * (1.0 / jnp.sqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps))
     if weight is not None:

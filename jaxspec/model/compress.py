@@ -33,7 +33,8 @@ def pool(gate: Array, value: Array, windows: Windows, state: Array) -> Array:
     """Folds the block's tokens and the committed pools into every target, for one sequence.
 
     Args:
-        gate, value: `[N, P, d]` float32, a token's halves.
+        gate: `[N, P, d]` float32, of a token's halves.
+        value: the same for what is folded.
         windows: the index layout, leaves without the batch axis.
         state: `[P, 3, d]` committed pools.
 
@@ -59,13 +60,10 @@ def pool(gate: Array, value: Array, windows: Windows, state: Array) -> Array:
 def compress(
     p: CompressorParams, cfg: ModelConfig, x: Array, state: Array, layout: Layout
 ) -> Compressed:
-    """Folds a block `x [B, N, E]` into entries and open pools.
+    """Folds a block `x [B, N, E]` and the committed pools `state [B, P, 3, d]`.
 
     Everything up to the pooled value is float32; the entry is cast to x's dtype before its norm
     and rotated to the first token of its own window.
-
-    Args:
-        state: `[B, P, 3, d]` committed pools.
     """
     ratio, dim = p.ape.shape[0], p.norm.shape[0]
     count, block = pools(ratio), layout.block

@@ -97,6 +97,10 @@ def forward(
     """Runs `block` on top of the committed `cache`.
 
     Args:
+        params: the model.
+        cfg: its configuration, static.
+        cache: what is committed.
+        block: the tokens to run.
         logits: of all rows, or of the last valid one.
         features: `streams`, what an MTP block reads; `trace`, everything that each layer made, for
             training and checks.

@@ -51,7 +51,11 @@ class Windows:
     seeded: Array  # [B, M] bool
 
 
-def _windows(block: TokenBlock, ratio: int, pools: int, take: Array, known: Array, entry: Array):
+def _windows(
+    block: TokenBlock, entry: Array, near: tuple[Array, Array], *, ratio: int, pools: int
+) -> Windows:
+    """Windows of the targets `entry [B, M]` from the tokens near them, an index and its mask."""
+    take, known = near
     position = jnp.take_along_axis(block.position[:, None, :], take, axis=-1)
     ahead = entry[..., None] - position // ratio  # 0: the token's own window; 1: the next one
     slot = entry - block.length[:, None] // ratio
@@ -74,14 +78,8 @@ def tree_windows(block: TokenBlock, ratio: int, pools: int) -> Windows:
     mask = unpack_bits(block.ancestors, nodes)
     index, known = jax.vmap(lineage, (0, None))(mask, min(nodes, pools * ratio))
     entry = block.position[..., None] // ratio + jnp.arange(pools)
-    return _windows(
-        block,
-        ratio,
-        pools,
-        jnp.repeat(index, pools, axis=1),
-        jnp.repeat(known, pools, axis=1),
-        entry.reshape(entry.shape[0], -1),
-    )
+    near = jnp.repeat(index, pools, axis=1), jnp.repeat(known, pools, axis=1)
+    return _windows(block, entry.reshape(entry.shape[0], -1), near, ratio=ratio, pools=pools)
 
 
 def chain_windows(block: TokenBlock, ratio: int, pools: int) -> Windows:
@@ -93,4 +91,5 @@ def chain_windows(block: TokenBlock, ratio: int, pools: int) -> Windows:
     take = start[..., None] + jnp.arange(min(tokens, pools * ratio))
     valid = block.valid.sum(-1, dtype=jnp.int32)[:, None, None]
     known = take < valid
-    return _windows(block, ratio, pools, jnp.minimum(take, tokens - 1), known, entry)
+    near = jnp.minimum(take, tokens - 1), known
+    return _windows(block, entry, near, ratio=ratio, pools=pools)

@@ -34,10 +34,14 @@ def run_mtp(
     `block.token`; its position is t and it predicts t + 2.
 
     Args:
+        params: the model.
+        cfg: its configuration, static.
         streams: `[B, N, S, E]`: the main model's before its head, or, deeper in a draft, the MTP
             block's own of the parent row.
         layer: the MTP block's ring.
+        block: the rows' tokens and positions.
         scratch: rows of the draft's earlier levels, if there are any.
+        impl: of the kernels.
     """
     p = params.mtp[0]
     attention = partial(
@@ -60,6 +64,6 @@ def fuse(p: MtpParams, cfg: ModelConfig, streams: Array, embedding: Array) -> Ar
 
 
 def mtp_logits(params: ModelParams, cfg: ModelConfig, streams: Array) -> Array:
-    """Logits `[B, N, V]` of the MTP block's streams: its own hyper-head and norm, the shared head."""
+    """Logits `[B, N, V]` of the MTP block's streams: own hyper-head and norm, shared head."""
     p = params.mtp[0]
     return read_logits(params, cfg, p.hc_head, p.norm, streams)

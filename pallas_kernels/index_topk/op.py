@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from jax import Array
 
+from pallas_kernels.dispatch import resolve
 from pallas_kernels.index_topk import ref
+
+BACKENDS = {
+    "ref": ref.index_topk,
+    "cpu": ref.index_topk,
+    "tpu": "the TPU kernel is not written yet; use 'ref'",
+    "gpu": "the GPU kernel is not written yet; use 'ref'",
+}
 
 
 class IndexKeys(NamedTuple):
@@ -29,12 +37,16 @@ def index_topk(
     Args:
         q: `[B, N, Hi, ci]` rotated queries.
         weight: `[B, N, Hi]` float32 head weights, scaled.
-        impl: `auto`, `ref`.
+        entries: what there is to choose from.
+        topk: entries to choose at most.
+        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static.
 
     Returns:
         Packed selections: of the committed entries `[B, N, ceil(C / 32)]` uint32 and of the
         block's own `[B, N, ceil(J / 32)]`.
+
+    Raises:
+        ValueError: a named `impl` that cannot run.
     """
-    if impl not in ("auto", "ref"):
-        raise ValueError(f"impl {impl!r} of index_topk is not built; use 'auto' or 'ref'")
-    return ref.index_topk(q, weight, entries, topk=topk)
+    run = resolve(impl, "index_topk", BACKENDS)
+    return run(q, weight, entries, topk=topk)

@@ -20,9 +20,7 @@ def index_scores(q: Array, weight: Array, keys: Array) -> Array:
     return (jax.nn.relu(dots) * weight[..., None]).sum(2)
 
 
-def index_topk(
-    q: Array, weight: Array, entries: IndexKeys, *, topk: int
-) -> tuple[Array, Array]:
+def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tuple[Array, Array]:
     """See `op.index_topk`."""
     batch, nodes = q.shape[:2]
     capacity, own = entries.keys.shape[1], entries.own.shape[1]

@@ -6,7 +6,15 @@ from typing import NamedTuple
 
 from jax import Array
 
+from pallas_kernels.dispatch import resolve
 from pallas_kernels.tree_attention import ref
+
+BACKENDS = {
+    "ref": ref.tree_attention,
+    "cpu": ref.tree_attention,
+    "tpu": "the TPU kernel is not written yet; use 'ref'",
+    "gpu": "the GPU kernel is not written yet; use 'ref'",
+}
 
 
 class Committed(NamedTuple):
@@ -43,14 +51,16 @@ def tree_attention(
     Args:
         q: `[B, N, H, K]` rotated queries.
         sink: `[H]` float32 logits that take weight and give no value.
+        committed: what the cache holds.
+        own: what the block itself brings.
         position: `[B, N]` int32 absolute positions of the queries.
-        impl: `auto`, `ref`.
+        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static.
 
     Returns:
         `[B, N, H, K]` float32, still rotated.
+
+    Raises:
+        ValueError: a named `impl` that cannot run.
     """
-    if impl not in ("auto", "ref"):
-        raise ValueError(f"impl {impl!r} of tree_attention is not built; use 'auto' or 'ref'")
-    if own.row_bits is None and q.shape[1] > committed.ring.shape[1]:
-        return ref.chain_attention(q, sink, committed, own, position=position)
-    return ref.block_attention(q, sink, committed, own, position=position)
+    run = resolve(impl, "tree_attention", BACKENDS)
+    return run(q, sink, committed, own, position=position)

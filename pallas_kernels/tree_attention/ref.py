@@ -6,7 +6,9 @@ where nothing is committed.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
@@ -40,35 +42,61 @@ def _scores(q: Array, keys: Array, mask: Array) -> Array:
     return jnp.where(mask[:, :, None], scores * q.shape[-1] ** -0.5, LOWEST)
 
 
-def _weigh(scores: list[Array], sink: Array) -> list[Array]:
-    """One softmax over all sources and the sink: scores `[B, N, H, *]` to weights."""
-    top = sink[:, None]
-    for part in scores:
-        top = jnp.maximum(top, part.max(-1, keepdims=True))
-    parts = [jnp.exp(part - top) for part in scores]
-    total = jnp.exp(sink[:, None] - top)
-    for part in parts:
-        total = total + part.sum(-1, keepdims=True)
-    return [part / total for part in parts]
+class Source(NamedTuple):
+    """Scores against some keys, and the weighted sum of these keys."""
+
+    scores: Array  # [B, N, H, M]
+    sum: Callable[[Array], Array]  # weights [B, N, H, M] to [B, N, H, K] float32
 
 
-def _blend(weight: Array, keys: Array) -> Array:
+def _source(q: Array, keys: Array, mask: Array) -> Source:
+    seen = _seen(keys, mask)
+    return Source(_scores(q, seen, mask), partial(_sum, seen))
+
+
+def _sum(keys: Array, weight: Array) -> Array:
     return jnp.einsum(
         "bnhm,bmk->bnhk", weight.astype(keys.dtype), keys, preferred_element_type=jnp.float32
     )
 
 
-def entry_sources(committed: Committed, own: Own, nodes: int) -> list[tuple[Array, Array]]:
-    """Compressed keys with their masks `[B, N, M]`: committed ones, then the block's own."""
+def _blend(sources: list[Source], sink: Array) -> Array:
+    """One softmax over all sources and the sink; the mean of the keys under it.
+
+    The sum is divided instead of the weights: it is smaller.
+    """
+    top = sink[:, None]
+    for source in sources:
+        top = jnp.maximum(top, source.scores.max(-1, keepdims=True))
+    total, out = jnp.exp(sink[:, None] - top), jnp.zeros((), jnp.float32)
+    for source in sources:
+        weight = jnp.exp(source.scores - top)
+        total = total + weight.sum(-1, keepdims=True)
+        out = out + source.sum(weight)
+    return out / total
+
+
+def _entry_sources(q: Array, committed: Committed, own: Own) -> list[Source]:
+    """Compressed entries: committed ones, then the block's own."""
     if committed.entries is None:
         return []
-    batch, capacity, _ = committed.entries.shape
+    batch, nodes = q.shape[:2]
+    capacity = committed.entries.shape[1]
     there = jnp.arange(capacity) < (committed.length // committed.ratio)[:, None]
     mask = jnp.broadcast_to(there[:, None], (batch, nodes, capacity))
     if committed.selected is not None:
         mask = mask & bits(committed.selected, capacity)
     own_mask = bits(own.entry_bits, own.entries.shape[1])
-    return [(committed.entries, mask), (own.entries, own_mask)]
+    return [_source(q, committed.entries, mask), _source(q, own.entries, own_mask)]
+
+
+def tree_attention(
+    q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
+) -> Array:
+    """See `op.tree_attention`."""
+    if own.row_bits is None and q.shape[1] > committed.ring.shape[1]:
+        return chain_attention(q, sink, committed, own)
+    return block_attention(q, sink, committed, own, position=position)
 
 
 def block_attention(
@@ -84,56 +112,44 @@ def block_attention(
     else:
         row_mask = bits(own.row_bits, rows)
     row_mask = row_mask & (own.row_position[:, None] > position[..., None] - window)
-    sources = [(committed.ring, ring_mask), (own.rows, row_mask)]
-    sources += entry_sources(committed, own, q.shape[1])
-    seen = [_seen(keys, mask) for keys, mask in sources]
-    scores = [_scores(q, keys, mask) for keys, (_, mask) in zip(seen, sources, strict=True)]
-    parts = zip(_weigh(scores, sink), seen, strict=True)
-    return sum((_blend(weight, keys) for weight, keys in parts), start=jnp.zeros((), jnp.float32))
+    sources = [_source(q, committed.ring, ring_mask), _source(q, own.rows, row_mask)]
+    return _blend(sources + _entry_sources(q, committed, own), sink)
 
 
-def chain_attention(
-    q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
-) -> Array:
-    """A chain longer than the window, in tiles of W queries against the 2 W rows around them.
+def chain_attention(q: Array, sink: Array, committed: Committed, own: Own) -> Array:
+    """A chain longer than the window: tiles of queries, each against the rows around it.
 
     With the ring in order of position in front of the block's rows, query r of a tile sees exactly
-    columns r < c <= r + W, whatever the committed length.
+    columns r < c <= r + W of the W + tile that its tile gets, whatever the committed length.
     """
-    batch, tokens, heads, dim = q.shape
+    batch, tokens = q.shape[:2]
     window = committed.ring.shape[1]
-    tiles = -(-tokens // window)
-    pad = tiles * window - tokens
-    order = (committed.length[:, None] + jnp.arange(window)) % window
-    held = committed.length[:, None] - window + jnp.arange(window) >= 0
-    ring = jnp.take_along_axis(committed.ring, order[..., None], axis=1)
-    rows = jnp.concatenate([jnp.where(held[..., None], ring, 0), own.rows], axis=1)
-    there = jnp.concatenate([held, jnp.ones((batch, tokens), bool)], axis=1)
-
-    def band(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(batch, tiles + 1, window, *x.shape[2:])
-        x = jnp.concatenate([x[:, :-1], x[:, 1:]], axis=2)
-        return x.reshape(batch * tiles, 2 * window, *x.shape[3:])
+    size = window // 2 if window % 2 == 0 else window
+    tiles, reach = -(-tokens // size), window // size
+    pad = tiles * size - tokens
 
     def tile(x: Array) -> Array:
         x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(batch * tiles, window, *x.shape[2:])
+        return x.reshape(batch * tiles, size, *x.shape[2:])
 
     def untile(x: Array) -> Array:
-        return x.reshape(batch, tiles * window, *x.shape[2:])[:, :tokens]
+        return x.reshape(batch, tiles * size, *x.shape[2:])[:, :tokens]
 
-    offset = jnp.arange(2 * window) - jnp.arange(window)[:, None]
-    near = (offset > 0) & (offset <= window)
-    keys, tiled = band(rows), tile(q)
-    raw = untile(_scores(tiled, keys, near & band(there)[:, None]))
-    sources = entry_sources(committed, own, tokens)
-    seen = [_seen(entry, mask) for entry, mask in sources]
-    scores = [raw] + [_scores(q, k, mask) for k, (_, mask) in zip(seen, sources, strict=True)]
-    weights = _weigh(scores, sink)
-    out = untile(_blend(tile(weights[0]), keys))
-    for weight, entry in zip(weights[1:], seen, strict=True):
-        out = out + _blend(weight, entry)
-    return out
+    def band(x: Array) -> Array:
+        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
+        x = x.reshape(batch, reach + tiles, size, *x.shape[2:])
+        x = jnp.concatenate([x[:, i : i + tiles] for i in range(reach + 1)], axis=2)
+        return x.reshape(batch * tiles, window + size, *x.shape[3:])
 
-
+    order = (committed.length[:, None] + jnp.arange(window)) % window
+    held = committed.length[:, None] - window + jnp.arange(window) >= 0
+    ring = jnp.take_along_axis(committed.ring, order[..., None], axis=1)
+    rows = band(jnp.concatenate([jnp.where(held[..., None], ring, 0), own.rows], axis=1))
+    there = band(jnp.concatenate([held, jnp.ones((batch, tokens), bool)], axis=1))
+    offset = jnp.arange(window + size) - jnp.arange(size)[:, None]
+    near = (offset > 0) & (offset <= window) & there[:, None]
+    raw = Source(
+        scores=untile(_scores(tile(q), rows, near)),
+        sum=lambda weight: untile(_sum(rows, tile(weight))),
+    )
+    return _blend([raw, *_entry_sources(q, committed, own)], sink)

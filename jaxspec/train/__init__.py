@@ -1,0 +1,1 @@
+"""Training of small DeepSeek-V4 models: language model, MTP block and indexer together."""
