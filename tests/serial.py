@@ -23,7 +23,7 @@ from jaxspec.checkpoint import load_checkpoint
 from jaxspec.config import ModelConfig
 from jaxspec.model.forward import ForwardOut, forward
 from jaxspec.model.params import ModelParams
-from jaxspec.tree import DraftTree, TokenBlock
+from jaxspec.tree import TokenBlock
 from tests.oracle import Oracle, random_checkpoint, save_checkpoint
 
 QUICK_COMPILE = {"xla_backend_optimization_level": 0}

@@ -14,18 +14,10 @@ import pytest
 
 from jaxspec.cache import Cache, LayerRows
 from jaxspec.tree import DraftTree
+from tests.random_trees import all_parents, leaf_paths, mixed_parents, pad_paths, trees_of
 from tests.serial import Model, advance, choose_rows, commit, decode, random_model, verify
 from tests.starts import POSITIONS, Started, start_at
 from tests.states import state_error
-from tests.trees import (
-    all_parents,
-    chain_parents,
-    grow_tree,
-    leaf_paths,
-    pad_paths,
-    random_parents,
-    star_parents,
-)
 
 NODES = 16
 CLOSE = 1e-5
@@ -110,18 +102,10 @@ def decided_by_a_tie(
     return excused
 
 
-def mixed_parents(rng: np.random.Generator, rows: int, nodes: int) -> list[list[int]]:
-    """A chain, a star and random trees of every size up to `nodes`, in random order."""
-    sizes = rng.integers(1, nodes + 1, size=rows - 2)
-    trees = [random_parents(rng, int(size)) for size in sizes]
-    trees += [chain_parents(nodes), star_parents(nodes)]
-    return [trees[i] for i in rng.permutation(rows)]
-
-
 def test_every_path_of_random_trees_equals_its_serial_decoding(tiny, started):
     """The chain of 16 nodes is twice as long as the window."""
     rng = np.random.default_rng(0)
-    tree = grow_tree(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
+    tree = trees_of(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
     print("largest differences", check_trees(tiny, started, tree, follow={1, 3, 6}))
 
 
@@ -129,7 +113,7 @@ def test_every_node_equals_the_oracle(tiny, started):
     """The float64 oracle knows no trees, no blocks and no pools."""
     rng = np.random.default_rng(1)
     rows = rng.permutation(len(started.length))[:12]
-    tree = grow_tree(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
+    tree = trees_of(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
     logits = np.asarray(verify(tiny.params, tiny.cfg, started.cache, tree).logits)
     for row in rows:
         past = started.tokens[row, : started.length[row]]
@@ -143,7 +127,7 @@ def test_every_node_equals_the_oracle(tiny, started):
 def test_a_chain_equals_the_tree_that_is_one(tiny, started):
     rng = np.random.default_rng(2)
     rows = len(started.length)
-    tree = grow_tree(rng, [chain_parents(NODES)] * rows, NODES, tiny.cfg.vocab_size)
+    tree = trees_of(rng, [range(-1, NODES - 1)] * rows, NODES, 64)
     full = np.full(rows, NODES, np.int32)
     out = verify(tiny.params, tiny.cfg, started.cache, tree)
     chain, committed = advance(tiny.params, tiny.cfg, started.cache, tree.token, full)
@@ -165,7 +149,7 @@ def test_all_trees_up_to_six_nodes_at_every_start(tiny):
     for first in range(0, len(trees), TREES_AT_ONCE):
         some = trees[first : first + TREES_AT_ONCE]
         parents = [tree for tree in some for _ in POSITIONS]
-        tree = grow_tree(rng, parents, SMALL, tiny.cfg.vocab_size)
+        tree = trees_of(rng, parents, SMALL, 64)
         worst = np.maximum(worst, check_trees(tiny, started, tree, follow=range(1, SMALL + 1)))
     print("largest differences", worst)
 
@@ -185,7 +169,7 @@ def test_random_trees_of_other_models_at_every_start(tmp_path, overrides):
     started = start_at(model, POSITIONS)
     rng, worst = np.random.default_rng(4), np.zeros(3)
     for _ in range(3):
-        tree = grow_tree(rng, mixed_parents(rng, len(POSITIONS), NODES), NODES, 64)
+        tree = trees_of(rng, mixed_parents(rng, len(POSITIONS), NODES), NODES, 64)
         follow = {int(rng.integers(1, 6)), int(rng.integers(6, NODES + 1))}
         worst = np.maximum(worst, check_trees(model, started, tree, follow))
     print("largest differences", worst)
