@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from jaxspec.errors import UsageError
 
@@ -212,7 +212,7 @@ def _check_built(raw: Mapping[str, Any], source: str) -> None:
             raise UsageError(f"{source}: {key} is {value!r}; only {built[key]!r} is built")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 

@@ -20,8 +20,8 @@ from jaxspec.model.forward import last_valid
 from jaxspec.model.moe import gated_mlp, mix_experts
 from jaxspec.tree import DraftTree, TokenBlock
 from tests.random_trees import leaf_paths, mixed_parents, pad_paths, trees_of
-from tests.serial import TRACES, Model, advance, commit, compiled, decode, verify
-from tests.starts import MAX_LEN, Started
+from tests.serial import TRACES, Model, advance, commit, compiled, decode, random_model, verify
+from tests.starts import MAX_LEN, Started, start_at
 from tests.states import committed_entries, committed_slots, poison, same_bits, state_error
 
 NODES = 16
@@ -300,6 +300,16 @@ def test_a_commit_writes_the_accepted_rows_and_nothing_else(tiny, started, seed)
                 assert same_bits(now[past], was[past])
 
 
+def test_a_path_may_be_given_in_fewer_places(tiny, started):
+    """`walk` gives as many places as the tree is deep."""
+    case = draw_case(np.random.default_rng(0), started)
+    out = verify(tiny.params, tiny.cfg, started.cache, case.tree)
+    for places in (1, 5, 9):
+        count = np.minimum(case.depth, places)
+        short = commit(started.cache, out.rows, case.path[:, :places], count)
+        assert same_bits(short, commit(started.cache, out.rows, case.path, count))
+
+
 # Law: any split of a text into blocks is the same text.
 
 
@@ -322,6 +332,20 @@ def test_every_split_into_chunks_is_serial_decoding(tiny, started, continued, si
 @given(st.lists(st.integers(1, NODES), min_size=1, max_size=40))
 def test_many_splits_into_chunks_are_serial_decoding(tiny, started, continued, sizes):
     check_split(tiny, started, continued, sizes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("window", [1, 2, 5, 12, 16])
+def test_splits_in_other_windows(tmp_path, window):
+    """A chunk of 16 is cut into tiles by the window, even or odd, or is shorter than it."""
+    overrides = {"compress_ratios": [0, 4, 6], "sliding_window": window, "index_topk": 3}
+    model = random_model(tmp_path, overrides)
+    started = start_at(model, range(20))
+    tokens = np.random.default_rng(5).integers(64, size=(20, 40)).astype(np.int32)
+    serial = decode(model, started.cache, tokens)
+    rng = np.random.default_rng(6)
+    for _ in range(8):
+        check_split(model, started, (tokens, serial), rng.integers(1, NODES + 1, 9).tolist())
 
 
 def check_split(model: Model, started: Started, continued, sizes: list[int]) -> None:

@@ -1,0 +1,105 @@
+"""Single operations of the model: rotary tables, Sinkhorn, routing.
+
+Against closed forms, against the oracle, and against the released code's values where the fixtures
+are at hand.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors import safe_open
+
+from jaxspec.config import config_from_released
+from jaxspec.model.basic import per_head, rotary_frequencies, rotate, rotation
+from jaxspec.model.hyper import sinkhorn
+from jaxspec.model.layout import make_layout
+from jaxspec.model.moe import route
+from jaxspec.model.params import MoeParams
+from jaxspec.tree import TokenBlock
+from tests.oracle import Config, random_checkpoint
+from tests.oracle.basic import rope_frequencies
+
+RELEASED = {"head_dim": 64, "index_head_dim": 64, "qk_rope_head_dim": 64}
+YARN = {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1}
+
+
+def settings_of(original_length: int, **overrides) -> dict:
+    raw, _ = random_checkpoint(RELEASED | overrides)
+    return raw | {"rope_scaling": YARN | {"original_max_position_embeddings": original_length}}
+
+
+@pytest.fixture(scope="module")
+def operations(fixtures) -> dict[str, np.ndarray]:
+    with safe_open(fixtures / "ops.safetensors", "np") as file:
+        names = file.keys()
+        plain = [name for name in names if file.get_slice(name).get_dtype() in ("F32", "I64")]
+        return {name: file.get_tensor(name) for name in plain}
+
+
+@pytest.mark.parametrize("original_length", [64, 4096, 65536])
+@pytest.mark.parametrize("compressed", [False, True])
+def test_rotation_at_near_and_far_positions(original_length, compressed):
+    """An angle is a float32 product, as in the release: its error grows with the position."""
+    raw = settings_of(original_length)
+    cfg, config = config_from_released(raw), Config.from_released(raw)
+    frequency = rope_frequencies(config, ratio=4 if compressed else 0)
+    np.testing.assert_allclose(
+        rotary_frequencies(cfg, compressed=compressed), frequency, rtol=1e-6, atol=0
+    )
+    for position in (0, 1, 100, 4095, 70000, 1_000_000):
+        cos, sin = rotation(cfg, jnp.array(position), compressed=compressed)
+        close = {"rtol": 0, "atol": 2e-7 * (position + 1)}
+        np.testing.assert_allclose(cos, np.cos(position * frequency), **close)
+        np.testing.assert_allclose(sin, np.sin(position * frequency), **close)
+
+
+def test_the_ratio_chooses_the_rotation():
+    cfg = config_from_released(settings_of(64))
+    layout = make_layout(cfg, TokenBlock.chain(np.zeros((2, 3), np.int32), np.array([0, 70])))
+    for ratio in cfg.compress_ratios:
+        want = rotation(cfg, layout.block.position, compressed=ratio != 0)
+        for got, table in zip(layout.turn(ratio), want, strict=True):
+            assert np.array_equal(got, table)
+
+
+def test_turning_back_gives_what_was_turned():
+    cfg = config_from_released(settings_of(64, head_dim=96))
+    x = jnp.asarray(np.random.default_rng(0).standard_normal((2, 3, 4, 96)), jnp.float32)
+    turn = per_head(rotation(cfg, jnp.array([[0, 1, 2], [7, 80, 900]]), compressed=True))
+    turned = rotate(x, turn)
+    np.testing.assert_allclose(rotate(turned, turn, inverse=True), x, atol=1e-6)
+    assert np.array_equal(turned[..., :32], x[..., :32])
+    assert np.abs(turned - x)[1, ..., 32:].max() > 0.1
+
+
+def test_rotary_tables_of_the_release(operations):
+    cfg = config_from_released(settings_of(65536))
+    for compressed, name in ((False, "sliding"), (True, "compress")):
+        got = rotary_frequencies(cfg, compressed=compressed)
+        np.testing.assert_allclose(got, operations[f"rope.inv_freq_{name}"], rtol=1e-6)
+
+
+def test_sinkhorn_of_the_release(operations):
+    mixes, scale, base = (operations[f"hc.{name}"] for name in ("mixes", "scale", "base"))
+    logits = (mixes[..., 8:] * scale[2] + base[8:]).reshape(*mixes.shape[:2], 4, 4)
+    np.testing.assert_allclose(sinkhorn(logits, 20, 1e-6), operations["hc.comb"], atol=1e-6)
+
+
+def test_sinkhorn_makes_rows_and_columns_sum_to_one():
+    logits = np.random.default_rng(0).standard_normal((50, 4, 4)).astype(np.float32)
+    mix = jax.jit(sinkhorn, static_argnums=(1, 2))(logits, 200, 1e-6)
+    for axis in (-1, -2):
+        np.testing.assert_allclose(mix.sum(axis), 1.0, atol=1e-4)
+
+
+def test_routing_of_the_release(operations):
+    cfg = config_from_released(settings_of(64, n_routed_experts=16, num_experts_per_tok=6))
+    bias = operations["router.bias"]
+    p = MoeParams(gate=jnp.eye(16), bias=bias, table=None, experts=None, shared=None)
+    logits = operations["router.logits"]
+    expert, weight = route(p, cfg, jnp.asarray(logits), np.zeros(len(logits), np.int32))
+    assert np.array_equal(expert, operations["router.idx"])
+    np.testing.assert_allclose(weight, operations["router.w"], rtol=1e-6)
