@@ -235,8 +235,8 @@ def test_every_tree_gives_the_stream_of_its_seed(likeness):
         assert counts.max() > 1
         if likeness == 1 and size == CHAIN:  # the target drafts with its own noise: all is accepted
             assert (counts == size[0] + 1).all()
-        else:
-            assert counts.min() == 1
+        if likeness < 1:
+            assert counts.min() == 1  # something was refused
     other, _ = stream(models, sampling, seed + 1, 40, size=BUSHY)
     assert [a == b for a, b in zip(other, plain, strict=True)] == [True, *[False] * 4, True]
 
