@@ -1,9 +1,44 @@
-"""Settings of the whole test run: CPU unless told otherwise, hypothesis without a clock."""
+"""Settings of the whole test run, and the small model that the law tests share."""
 
 import os
+from pathlib import Path
 
 import hypothesis
+import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxspec")
+
+TINY = {
+    "compress_ratios": [0, 4, 8],
+    "sliding_window": 8,
+    "index_topk": 2,
+    "qk_rope_head_dim": 4,
+}
+"""One layer of each kind, with windows and ratios so small that every edge is near."""
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory: pytest.TempPathFactory):
+    """The model TINY with random weights."""
+    from tests.serial import random_model
+
+    return random_model(tmp_path_factory.mktemp("tiny"), TINY)
+
+
+@pytest.fixture(scope="session")
+def started(tiny):
+    """A batch of sequences of TINY, decoded serially up to the start positions below 131."""
+    from tests.starts import POSITIONS, start_at
+
+    return start_at(tiny, [position for position in POSITIONS if position < 131])
+
+
+@pytest.fixture(scope="session")
+def fixtures() -> Path:
+    """`shared/fixtures` beside the checkout: tiny checkpoints with the released code's outputs."""
+    folder = Path(__file__).parents[2] / "shared" / "fixtures"
+    if not folder.exists():
+        pytest.skip(f"no fixtures at {folder}: put them beside the checkout to run this")
+    return folder

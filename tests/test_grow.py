@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_trees import ancestry, depths
 
 from jaxspec.draft.grow import Candidates, Frontier, expand, frontier, select
 from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT
+from tests.random_trees import ancestry, depths
 
 
 def grow(table, root, *, levels, width, top_k, calibration=None):

@@ -202,11 +202,11 @@ def test_faults_are_named():
     config, tensors = random_checkpoint(seed=0)
     broken = dict(tensors, extra=np.zeros(1)) | {"norm.weight": np.zeros(3)}
     del broken["head.weight"]
-    with pytest.raises(ValueError, match="missing head.weight; unexpected extra; norm.weight has"):
+    with pytest.raises(ValueError, match=r"missing head.weight; unexpected extra; norm.weight has"):
         Oracle(config, broken)
     with pytest.raises(ValueError, match="no such configuration key: hiden_size"):
         random_checkpoint({"hiden_size": 16})
-    with pytest.raises(ValueError, match="compress_ratios has 4 entries, expected .*3"):
+    with pytest.raises(ValueError, match=r"compress_ratios has 4 entries, expected .*3"):
         random_checkpoint({"num_hidden_layers": 3})
     with pytest.raises(ValueError, match="no MTP block"):
         Mtp(Oracle(config, tensors))

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_trees import ancestry, depths, random_parents, random_trees
 
 from jaxspec.tree import (
     NO_PARENT,
@@ -14,6 +13,7 @@ from jaxspec.tree import (
     pack_bits,
     unpack_bits,
 )
+from tests.random_trees import ancestry, depths, random_parents, random_trees
 
 mask_of = jax.jit(ancestor_mask)
 lineage_of = jax.jit(lineage, static_argnums=1)

@@ -4,10 +4,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_trees import random_trees
 
 from jaxspec.tree import NO_PARENT, DraftTree
 from jaxspec.verify import walk
+from tests.random_trees import random_trees
 
 walked = jax.jit(walk, static_argnames="depth")
 

@@ -1,0 +1,175 @@
+"""Tree verification is serial decoding of every path at once.
+
+Every node's logits equal those of decoding its path one token at a time, and committing any path,
+whole or in part, leaves the state that this decoding would have left: the cache is equal, and so
+are the next tokens. Checked at every start position around the edges of windows, rings and pools.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+import numpy as np
+import pytest
+
+from jaxspec.cache import Cache, LayerRows
+from jaxspec.tree import DraftTree
+from tests.random_trees import all_parents, leaf_paths, mixed_parents, pad_paths, trees_of
+from tests.serial import Model, advance, choose_rows, commit, decode, random_model, verify
+from tests.starts import POSITIONS, Started, start_at
+from tests.states import state_error
+
+NODES = 16
+CLOSE = 1e-5
+FOLLOW_UP = 12
+TIE = 1e-5
+"""Below this gap a top-k may go either way, as its scores are rounded differently."""
+
+
+def check_trees(
+    model: Model, started: Started, tree: DraftTree, follow: Iterable[int]
+) -> np.ndarray:
+    """Compares every path of a batch of trees with its serial decoding.
+
+    Args:
+        follow: the numbers of committed nodes after which decoding goes on, to be compared as well.
+
+    Returns:
+        The largest differences of logits, of the state after a commit, and of the logits after it.
+    """
+    out = verify(model.params, model.cfg, started.cache, tree)
+    logits, worst = np.asarray(out.logits), np.zeros(3)
+    for path, depth in every_path(tree):
+        at_path = np.take_along_axis(logits, path[..., None], axis=1)
+        tokens = np.take_along_axis(tree.token, path, axis=1)[:, : depth.max()]
+        serial = decode(model, started.cache, tokens)
+        inside = np.arange(tokens.shape[1]) < depth[:, None]
+        error = np.abs(at_path[:, : depth.max()] - serial.logits).max(-1)
+        errors = [np.where(inside, error, 0.0).max(1)]
+        errors += check_commits(model, out.rows, (path, depth), serial.caches, follow)
+        excused = decided_by_a_tie(model, started, tokens, depth, np.max(errors, axis=0) > CLOSE)
+        assert excused.sum() <= 1
+        worst = np.maximum(worst, np.where(excused, 0.0, errors).max(1))
+        assert (worst < CLOSE).all(), worst
+    return worst
+
+
+def every_path(tree: DraftTree) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Batches of root-to-leaf paths that cover every live node; rows with fewer repeat theirs."""
+    rows = [leaf_paths(tree, row) for row in range(len(tree.token))]
+    for leaf in range(max(map(len, rows))):
+        yield pad_paths([paths[leaf % len(paths)] for paths in rows], tree.token.shape[1])
+
+
+def check_commits(
+    model: Model,
+    rows: tuple[LayerRows, ...],
+    paths: tuple[np.ndarray, np.ndarray],
+    serial: list[Cache],
+    follow: Iterable[int],
+) -> list[np.ndarray]:
+    """The state after committing 1, 2, ... nodes of each path, and what follows some of them."""
+    path, depth = paths
+    want, state, after = serial[0], np.zeros(len(path)), np.zeros(len(path))
+    for count in range(1, depth.max() + 1):
+        want = choose_rows(count <= depth, serial[count], want)
+        got = commit(serial[0], rows, path, np.minimum(count, depth))
+        state = np.maximum(state, state_error(got, want))
+        if count in follow:
+            tokens = next_tokens(model, len(path))
+            pair = [decode(model, cache, tokens) for cache in (got, want)]
+            after = np.maximum(after, np.abs(pair[0].logits - pair[1].logits).max((1, 2)))
+            after = np.maximum(after, state_error(pair[0].caches[-1], pair[1].caches[-1]))
+    return [state, after]
+
+
+def next_tokens(model: Model, rows: int) -> np.ndarray:
+    size = (rows, FOLLOW_UP)
+    return np.random.default_rng(1).integers(model.cfg.vocab_size, size=size).astype(np.int32)
+
+
+def decided_by_a_tie(
+    model: Model, started: Started, tokens: np.ndarray, depth: np.ndarray, differs: np.ndarray
+) -> np.ndarray:
+    """[B]: of the rows that differ, those where the oracle finds a top-k on the edge."""
+    excused = np.zeros(len(tokens), bool)
+    after = next_tokens(model, len(tokens))
+    for row in np.flatnonzero(differs):
+        past = started.tokens[row, : started.length[row]]
+        _, outs = model.oracle.run([*past, *tokens[row, : depth[row]], *after[row]])
+        excused[row] = min(out.margin for out in outs) < TIE
+        print(f"a tie within {TIE} excuses the path {tokens[row, : depth[row]]} after {len(past)}")
+    return excused
+
+
+def test_every_path_of_random_trees_equals_its_serial_decoding(tiny, started):
+    """The chain of 16 nodes is twice as long as the window."""
+    rng = np.random.default_rng(0)
+    tree = trees_of(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
+    print("largest differences", check_trees(tiny, started, tree, follow={1, 3, 6}))
+
+
+def test_every_node_equals_the_oracle(tiny, started):
+    """The float64 oracle knows no trees, no blocks and no pools."""
+    rng = np.random.default_rng(1)
+    rows = rng.permutation(len(started.length))[:12]
+    tree = trees_of(rng, mixed_parents(rng, len(started.length), NODES), NODES, 64)
+    logits = np.asarray(verify(tiny.params, tiny.cfg, started.cache, tree).logits)
+    for row in rows:
+        past = started.tokens[row, : started.length[row]]
+        state, _ = tiny.oracle.run(past)
+        path = max(leaf_paths(tree, row), key=len)
+        _, outs = tiny.oracle.run(tree.token[row, path], state)
+        want = np.stack([out.logits for out in outs])
+        np.testing.assert_allclose(logits[row, path], want, rtol=0, atol=CLOSE)
+
+
+def test_a_chain_equals_the_tree_that_is_one(tiny, started):
+    rng = np.random.default_rng(2)
+    rows = len(started.length)
+    tree = trees_of(rng, [range(-1, NODES - 1)] * rows, NODES, 64)
+    full = np.full(rows, NODES, np.int32)
+    out = verify(tiny.params, tiny.cfg, started.cache, tree)
+    chain, committed = advance(tiny.params, tiny.cfg, started.cache, tree.token, full)
+    np.testing.assert_allclose(out.logits, chain.logits, rtol=0, atol=CLOSE)
+    path, _ = pad_paths([range(NODES)] * rows, NODES)
+    assert state_error(commit(started.cache, out.rows, path, full), committed).max() < CLOSE
+
+
+SMALL = 6
+TREES_AT_ONCE = 10
+
+
+@pytest.mark.slow
+def test_all_trees_up_to_six_nodes_at_every_start(tiny):
+    trees = [tree for nodes in range(1, SMALL + 1) for tree in all_parents(nodes)]
+    started = start_at(tiny, POSITIONS * TREES_AT_ONCE)
+    rng, worst = np.random.default_rng(3), np.zeros(3)
+    trees += trees[: -len(trees) % TREES_AT_ONCE]
+    for first in range(0, len(trees), TREES_AT_ONCE):
+        some = trees[first : first + TREES_AT_ONCE]
+        parents = [tree for tree in some for _ in POSITIONS]
+        tree = trees_of(rng, parents, SMALL, 64)
+        worst = np.maximum(worst, check_trees(tiny, started, tree, follow=range(1, SMALL + 1)))
+    print("largest differences", worst)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        pytest.param({"compress_ratios": [0, 4, 8, 4], "sliding_window": 8}, id="window 8"),
+        pytest.param({"compress_ratios": [16, 4, 0], "sliding_window": 5}, id="window 5"),
+        pytest.param({"compress_ratios": [128, 4], "sliding_window": 128}, id="released ratios"),
+        pytest.param({"compress_ratios": [2, 3, 1], "sliding_window": 1}, id="smallest"),
+    ],
+)
+def test_random_trees_of_other_models_at_every_start(tmp_path, overrides):
+    model = random_model(tmp_path, {"index_topk": 2} | overrides)
+    started = start_at(model, POSITIONS)
+    rng, worst = np.random.default_rng(4), np.zeros(3)
+    for _ in range(3):
+        tree = trees_of(rng, mixed_parents(rng, len(POSITIONS), NODES), NODES, 64)
+        follow = {int(rng.integers(1, 6)), int(rng.integers(6, NODES + 1))}
+        worst = np.maximum(worst, check_trees(model, started, tree, follow))
+    print("largest differences", worst)
