@@ -7,22 +7,29 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from sampling_law import law
 
-from jaxspec.sample import MASKED, Sampling, choose, gumbel_noise, perturb
+from jaxspec.sample import MASKED, Noise, Sampling, choose, perturb
 
 chosen = jax.jit(choose)
 perturbed = jax.jit(perturb)
-noise_of = jax.jit(gumbel_noise, static_argnums=2)
+
+
+def quiet(logits, sampling):
+    """Arguments for logits `[B, N, V]` with noise that is zero, so that the law itself is left."""
+    batch, nodes, vocab = logits.shape
+    return {
+        "logits": jnp.asarray(logits, jnp.float32),
+        "sampling": sampling,
+        "seed": jnp.zeros(batch, jnp.uint32),
+        "position": jnp.zeros((batch, nodes), jnp.int32),
+        "noise": Noise(jnp.zeros((batch, 1, vocab)), jnp.zeros(batch, jnp.int32)),
+    }
 
 
 def probabilities(logits, sampling):
-    """What `perturb` keeps of each row, as probabilities, with the noise taken off."""
-    batch, nodes, vocab = logits.shape
-    seed = jnp.arange(batch, dtype=jnp.uint32)
-    position = jnp.broadcast_to(jnp.arange(nodes), (batch, nodes))
-    scores = np.asarray(perturbed(logits, sampling, seed, position), np.float64)
+    """What `perturb` leaves of each row, as probabilities."""
+    scores = np.asarray(perturbed(**quiet(logits, sampling)), np.float64)
     assert np.isfinite(scores).all()
-    plain = scores - np.asarray(noise_of(seed, position, vocab))
-    weight = np.where(scores > MASKED / 2, np.exp(plain), 0)
+    weight = np.where(scores > MASKED / 2, np.exp(scores), 0)
     return weight / weight.sum(-1, keepdims=True)
 
 
@@ -48,7 +55,7 @@ def test_narrowing_equals_sorting(seed, settings_of_rows, spread):
     logits = logits.astype(np.float32)
     heat, top_k, top_p = (np.array(x) for x in zip(*settings_of_rows, strict=True))
     sampling = Sampling.create(4, temperature=heat, top_k=top_k, top_p=top_p)
-    ours = probabilities(jnp.asarray(logits), sampling)
+    ours = probabilities(logits, sampling)
     for b in range(4):
         for n in range(2):
             want = law(
@@ -65,7 +72,7 @@ def test_narrowing_equals_sorting(seed, settings_of_rows, spread):
 def kept(logits, **narrowing):
     """Ids that one row's distribution leaves."""
     sampling = Sampling.create(1, temperature=1.0, **narrowing)
-    return np.flatnonzero(probabilities(jnp.asarray(logits, jnp.float32)[None, None], sampling))
+    return np.flatnonzero(probabilities(np.array(logits)[None, None], sampling))
 
 
 def test_edges_of_top_k_and_top_p():
@@ -86,9 +93,8 @@ def test_edges_of_top_k_and_top_p():
 
 
 def test_scores_are_finite_for_extreme_logits():
-    logits = np.array([[-np.inf, 1e30, -1e30, 3.4e38, 0.0, -3.4e38]], np.float32)
+    logits = np.array([[[-np.inf, 1e30, -1e30, 3.4e38, 0.0, -3.4e38]]])
     for temperature in (1e-30, 1e-6, 1.0, 1e6):
-        sampling = Sampling.create(1, temperature=temperature, top_p=0.9)
-        row = (jnp.asarray(logits)[None], sampling, jnp.zeros(1, jnp.uint32), jnp.ones((1, 1), int))
-        assert jnp.isfinite(perturbed(*row)).all()
-        assert chosen(*row)[0, 0] == 3
+        row = quiet(logits, Sampling.create(1, temperature=temperature, top_p=0.9))
+        assert jnp.isfinite(perturbed(**row)).all()
+        assert chosen(**row)[0, 0] == 3

@@ -8,11 +8,17 @@ from sampling_law import distance, law
 
 from jaxspec import sample
 from jaxspec.errors import UsageError
-from jaxspec.sample import Sampling, choose, draw_noise, gumbel_noise, perturb
+from jaxspec.sample import Noise, Sampling, choose, draw_noise, gumbel_noise, perturb
 
 chosen = jax.jit(choose)
 perturbed = jax.jit(perturb)
+drawn = jax.jit(draw_noise, static_argnums=(3, 4))
 noise_of = jax.jit(gumbel_noise, static_argnums=2)
+
+
+def quiet(batch, vocab):
+    """Noise that is zero: without the generator a test compiles in a third of the time."""
+    return Noise(jnp.zeros((batch, 1, vocab)), jnp.zeros(batch, jnp.int32))
 
 
 # ------------------------------------------------------------------------------------------ greedy
@@ -36,8 +42,8 @@ def test_greedy_order_survives_rounding():
         top = np.float32(scale)
         logits = jnp.asarray([[[np.nextafter(top, np.float32(0)), top, -top, 0.0]]])
         row = (Sampling.create(1), jnp.zeros(1, jnp.uint32), jnp.zeros((1, 1), jnp.int32))
-        assert chosen(logits, *row)[0, 0] == 1
-        assert jnp.argmax(perturbed(logits, *row)) == 1
+        assert chosen(logits, *row, noise=quiet(1, 4))[0, 0] == 1
+        assert np.argmax(perturbed(logits, *row, noise=quiet(1, 4))) == 1
 
 
 def test_all_greedy_batch_draws_no_noise_and_narrows_nothing(monkeypatch):
@@ -121,14 +127,13 @@ def test_shared_noise_is_the_nodes_own():
     sampling = Sampling.create(3, temperature=[0.5, 0.0, 1.2], top_p=[1.0, 1.0, 0.8])
     seed, first = jnp.array([1, 2, 3], jnp.uint32), jnp.array([10, 0, 77])
     position = first[:, None] + jnp.array([0, 1, 1, 2, 2, 3])
-    noise = draw_noise(sampling, seed, first, 4, 40)
-    np.testing.assert_array_equal(
-        noise.value, gumbel_noise(seed, first[:, None] + jnp.arange(4), 40)
-    )
+    noise = drawn(sampling, seed, first, 4, 40)
+    np.testing.assert_array_equal(noise.value, noise_of(seed, first[:, None] + jnp.arange(4), 40))
     row = (logits, sampling, seed, position)
-    np.testing.assert_array_equal(perturbed(*row, noise=noise), perturbed(*row))
-    np.testing.assert_array_equal(chosen(*row, noise=noise), chosen(*row))
-    assert not draw_noise(Sampling.create(3), seed, first, 4, 40).value.any()
+    scores = np.asarray(perturbed(*row))
+    np.testing.assert_array_equal(perturbed(*row, noise=noise), scores)
+    np.testing.assert_array_equal(chosen(*row, noise=noise), scores.argmax(-1))
+    assert not drawn(Sampling.create(3), seed, first, 4, 40).value.any()
 
 
 # ------------------------------------------------------------------------------- law of the choice
@@ -211,22 +216,13 @@ def test_rows_do_not_influence_each_other():
         np.testing.assert_array_equal(token[b], greedy[b])
 
 
-def test_each_seed_has_its_own_stream():
-    logits = jnp.zeros((8, 32, 100))
-    position = jnp.broadcast_to(jnp.arange(32), (8, 32))
-    seed = jnp.array([0, 1, 2, 3, 2**31, 2**32 - 1, 0, 1], jnp.uint32)
-    token = np.asarray(chosen(logits, Sampling.create(8, temperature=1.0), seed, position))
-    assert len({row.tobytes() for row in token}) == 6
-    np.testing.assert_array_equal(token[:2], token[6:])
-
-
 def test_settings_are_content_not_shape():
     traces = []
 
     @jax.jit
     def step(logits, sampling, seed, position):
         traces.append(1)
-        return choose(logits, sampling, seed, position)
+        return choose(logits, sampling, seed, position, noise=quiet(2, 7))
 
     for heat, k, p in ((0.0, 0, 1.0), (1.0, 0, 1.0), (0.7, 5, 0.9)):
         sampling = Sampling.create(2, temperature=heat, top_k=k, top_p=p)
