@@ -27,8 +27,7 @@ MASKED = float(np.finfo(np.float32).min)
 """Score of a token that cannot be chosen: finite, since zero times infinity is not a number."""
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """How each sequence chooses its tokens (leaves `[B]`)."""
 
     temperature: Array  # [B] float32 > 0; not read where greedy
@@ -66,8 +65,7 @@ class Sampling:
         )
 
 
-@struct.dataclass
-class Noise:
+class Noise(struct.PyTreeNode):
     """Gumbel noise of P consecutive positions: row p of sequence b is that of `first[b] + p`."""
 
     value: Array  # [B, P, V] float32; zero if no sequence samples

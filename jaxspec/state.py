@@ -15,8 +15,7 @@ from jaxspec.draft import Drafter
 from jaxspec.sample import Sampling
 
 
-@struct.dataclass
-class Emitted:
+class Emitted(struct.PyTreeNode):
     """Tokens with what is known of each: in a buffer M, of one step P (leaves `[B, ...]`).
 
     A token's rank tells where it came from: r if it was the drafter's r-th best child of its
@@ -30,8 +29,7 @@ class Emitted:
     margin: Array | None  # float32, if recorded: of `sample.margin`
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """B sequences while they are decoded, all leaves `[B, ...]`.
 
     A sequence that is done, or has not begun, costs no experts and commits nothing.

@@ -30,8 +30,7 @@ from jaxspec.tree import DraftTree, TokenBlock
 from jaxspec.verify import VerifyResult, cut, next_tokens, ranks, walk
 
 
-@struct.dataclass
-class Verified:
+class Verified(struct.PyTreeNode):
     """What the target made of a tree."""
 
     block: TokenBlock

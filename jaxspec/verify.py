@@ -20,8 +20,7 @@ from jax import Array
 from jaxspec.tree import DraftTree
 
 
-@struct.dataclass
-class VerifyResult:
+class VerifyResult(struct.PyTreeNode):
     """What a step keeps of its block. P is the largest depth of the tree plus one.
 
     Of a chain, which is committed whole, the path is all of its rows, the count its valid length

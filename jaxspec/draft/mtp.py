@@ -32,16 +32,14 @@ from jaxspec.tree import DraftTree, TokenBlock, pack_bits
 from jaxspec.verify import VerifyResult, next_tokens
 
 
-@struct.dataclass
-class MtpState:
+class MtpState(struct.PyTreeNode):
     """What the block knows of the committed tokens (leaves `[B, ...]`)."""
 
     layer: LayerCache  # the ring of rows 0 to n - 1
     streams: Array  # [B, S, E]: output of row n - 1
 
 
-@struct.dataclass
-class _Drafted:
+class _Drafted(struct.PyTreeNode):
     """A draft between two levels; streams and `seen` are those of the level's `width` nodes."""
 
     grown: Candidates
