@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.answer import Answer, News, tally
+from jaxspec.compiler import jit
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.draft.grow import TreeShape
@@ -238,7 +239,12 @@ class Engine:
         prompt = answer.prompt if answer is not None else ()
         token = np.zeros((1, round_up(shapes.max_len, shapes.chunk)), np.int32)
         token[0, : len(prompt)] = prompt
-        return prefill(
+        run = jit(
+            prefill,
+            static_argnames=("cfg", "drafter", "chunk", "impl"),
+            donate_argnames="state",
+        )
+        return run(
             self.params,
             self.cfg,
             self._start([answer], shapes),
@@ -271,7 +277,8 @@ class Engine:
         )
 
     def _step(self, state: DecodeState, *, steps: int, refill: bool) -> DecodeState:
-        return generate(
+        run = jit(generate, static_argnames=("cfg", "drafter", "impl"), donate_argnames="state")
+        return run(
             self.params,
             self.cfg,
             state,

@@ -9,15 +9,11 @@ import jax
 import numpy as np
 
 from jaxspec import step
+from jaxspec.compiler import jit
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.model.params import ModelParams
 from jaxspec.state import DecodeState
-
-_propose = jax.jit(step.propose, static_argnames=("cfg", "drafter"))
-_verify = jax.jit(step.verify, static_argnames=("cfg", "drafter", "impl"))
-_observe = jax.jit(step.observe, static_argnames="drafter")
-_commit = jax.jit(step.commit, static_argnames="cfg", donate_argnames="state")
 
 
 class Shares(NamedTuple):
@@ -53,21 +49,25 @@ def measure_shares(
     Returns:
         The shares, or None if the sequences were done before a step was measured.
     """
+    run_propose = jit(step.propose, static_argnames=("cfg", "drafter"))
+    run_verify = jit(step.verify, static_argnames=("cfg", "drafter", "impl"))
+    run_observe = jit(step.observe, static_argnames="drafter")
+    run_commit = jit(step.commit, static_argnames="cfg", donate_argnames="state")
     spent = np.zeros(3)
     timed = 0
     for index in range(steps + 1):
         if bool(state.done.all()):
             break
         started = time.perf_counter()
-        tree, noise = jax.block_until_ready(_propose(params, cfg, state, drafter=drafter))
+        tree, noise = jax.block_until_ready(run_propose(params, cfg, state, drafter=drafter))
         proposed = time.perf_counter()
         verified = jax.block_until_ready(
-            _verify(params, cfg, state, tree, noise, drafter=drafter, impl=impl)
+            run_verify(params, cfg, state, tree, noise, drafter=drafter, impl=impl)
         )
         checked = time.perf_counter()
-        draft: Any = jax.block_until_ready(_observe(params, state, verified, drafter=drafter))
+        draft: Any = jax.block_until_ready(run_observe(params, state, verified, drafter=drafter))
         observed = time.perf_counter()
-        state = jax.block_until_ready(_commit(cfg, state.replace(draft=draft), verified))
+        state = jax.block_until_ready(run_commit(cfg, state.replace(draft=draft), verified))
         committed = time.perf_counter()
         if index:
             drafting = proposed - started + observed - checked
