@@ -144,7 +144,9 @@ def expand(
         given = scores.shape[1]
         scores = scores.astype(jnp.float32)  # top_k is slow in bfloat16 on a CPU
         best, token = lax.top_k(scores, top_k)
-        scale = jnp.float32(1) if calibration is None else calibration[candidates.level]
+        scale = (
+            jnp.float32(1) if calibration is None else jnp.asarray(calibration)[candidates.level]
+        )
         edge = scale * best - jax.nn.logsumexp(scale * scores, -1, keepdims=True)
         # Rounding must not let a score rise along a path.
         score = jnp.maximum(front.score[:, :given, None] + jnp.minimum(edge, 0), MASKED)
