@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from jaxspec import cache, sample, verify
-from jaxspec.cache import Cache, init_cache, init_layer
+from jaxspec.cache import Cache, LayerCache, init_cache, init_layer
 from jaxspec.config import ModelConfig
 from jaxspec.errors import UsageError
 from jaxspec.model import forward as model
@@ -27,7 +27,8 @@ walk = jax.jit(verify.walk, static_argnames="depth")
 
 def score(params: ModelParams, cfg: ModelConfig, tokens: Array, *, impl: str = "auto") -> Array:
     """Logits `[B, T, V]` float32 of whole sequences `tokens [B, T]`; row t predicts t + 1."""
-    return _score(params, cfg, jnp.asarray(tokens, jnp.int32), impl=impl)
+    tokens = jnp.asarray(tokens, jnp.int32)
+    return _score(params, cfg, _blank(params, cfg, tokens), tokens, impl=impl)
 
 
 def mtp_score(params: ModelParams, cfg: ModelConfig, tokens: Array, *, impl: str = "auto") -> Array:
@@ -41,28 +42,39 @@ def mtp_score(params: ModelParams, cfg: ModelConfig, tokens: Array, *, impl: str
         raise UsageError("the model has no MTP block; mtp_score needs one")
     if tokens.shape[1] < 2:
         raise UsageError(f"mtp_score needs at least 2 tokens a sequence, not {tokens.shape[1]}")
-    return _mtp_score(params, cfg, tokens, impl=impl)
+    blank = _blank(params, cfg, tokens)
+    layer = init_layer(cfg, cfg.mtp_ratios[0], tokens.shape[0], 1, params.embed.dtype)
+    return _mtp_score(params, cfg, (blank, layer), tokens, impl=impl)
+
+
+def _blank(params: ModelParams, cfg: ModelConfig, tokens: Array) -> Cache:
+    """What whole sequences start from; nothing is committed, so the least capacity will do.
+
+    It is made outside of the compiled functions: XLA would fold what it could of constants.
+    """
+    return init_cache(cfg, tokens.shape[0], 1, params.embed.dtype)
 
 
 @jax.jit(static_argnames=("cfg", "impl"))
-def _score(params: ModelParams, cfg: ModelConfig, tokens: Array, *, impl: str) -> Array:
-    start, block = _fresh(params, cfg, tokens)
-    return model.forward(params, cfg, start, block, impl=impl).logits
+def _score(
+    params: ModelParams, cfg: ModelConfig, blank: Cache, tokens: Array, *, impl: str
+) -> Array:
+    block = TokenBlock.chain(tokens, blank.length)
+    return model.forward(params, cfg, blank, block, impl=impl).logits
 
 
 @jax.jit(static_argnames=("cfg", "impl"))
-def _mtp_score(params: ModelParams, cfg: ModelConfig, tokens: Array, *, impl: str) -> Array:
-    start, block = _fresh(params, cfg, tokens)
+def _mtp_score(
+    params: ModelParams,
+    cfg: ModelConfig,
+    blank: tuple[Cache, LayerCache],
+    tokens: Array,
+    *,
+    impl: str,
+) -> Array:
+    start, layer = blank
+    block = TokenBlock.chain(tokens, start.length)
     out = model.forward(params, cfg, start, block, logits="last", features="streams", impl=impl)
-    batch, length = tokens.shape
-    layer = init_layer(cfg, cfg.mtp_ratios[0], batch, length, params.embed.dtype)
     rows = TokenBlock.chain(tokens[:, 1:], start.length)
     streams = run_mtp(params, cfg, out.features[:, :-1], layer, rows, impl=impl).streams
     return mtp_logits(params, cfg, streams)
-
-
-def _fresh(params: ModelParams, cfg: ModelConfig, tokens: Array) -> tuple[Cache, TokenBlock]:
-    """Whole sequences as one chain on an empty cache."""
-    batch, length = tokens.shape
-    start = init_cache(cfg, batch, length, params.embed.dtype)
-    return start, TokenBlock.chain(tokens, start.length)

@@ -13,7 +13,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
@@ -23,10 +22,11 @@ from jaxspec.errors import UsageError
 from jaxspec.model.params import Leaf, ModelParams, abstract
 from jaxspec.resources import model_dir
 
-_FLOATS = {"F32": np.float32, "BF16": ml_dtypes.bfloat16, "F16": np.float16, "F64": np.float64}
+_FLOATS = {"F32", "BF16"}
 _INTEGERS = {"I64", "I32"}
 _TENSORS = "model.safetensors"
 _INDEX = "model.safetensors.index.json"
+_RELEASED_NAME = re.compile(r"(embed|head|norm)\.weight$|hc_head_|layers\.\d+\.|mtp\.\d+\.")
 
 
 def load_checkpoint(
@@ -37,7 +37,7 @@ def load_checkpoint(
     Args:
         dir_or_name: a directory with `config.json` and safetensors, or an embedded model's name.
         dtype: of the tensors that the release keeps in bf16 or narrower, also as a string
-            ("float32"); None keeps the stored one.
+            ("float32"); None: float32 if any of them is stored so, else bfloat16.
         mesh: not built yet; must be None.
 
     Returns:
@@ -52,12 +52,18 @@ def load_checkpoint(
     directory = model_dir(os.fspath(dir_or_name))
     with ExitStack() as stack:
         stored = _open(directory, stack)
+        if not any(map(_RELEASED_NAME.match, stored)):
+            raise UsageError(
+                f"{directory} holds no tensor of DeepSeek-V4's released layout, such as "
+                f"embed.weight; it holds {', '.join(sorted(stored)[:3]) or 'none at all'}"
+            )
         blocks = {int(m[1]) for name in stored if (m := re.match(r"mtp\.(\d+)\.", name))}
         cfg = read_config(directory / "config.json", mtp_blocks=len(blocks))
         if dtype is None:
-            dtype = _stored_dtype(stored)
+            dtype = _stored_dtype(cfg, stored)
         table = abstract(cfg, jnp.dtype(dtype))
         _check(table, stored, directory)
+        _check_experts(cfg, table, stored)
         params = jax.tree.map(lambda leaf: _read(leaf, stored), table)
     return params, cfg
 
@@ -90,7 +96,12 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
             raise UsageError(f"{file} does not exist; a model directory holds {_TENSORS}")
         try:
             opened = stack.enter_context(safe_open(file, framework="numpy"))
+<<<<<<< HEAD
             tensors = {name: _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118 - a file, no mapping
+=======
+            names = opened.keys()
+            tensors = {name: _Stored(opened, name) for name in names}
+>>>>>>> laws
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file} is truncated or not a safetensors file ({error})") from None
         if twice := sorted(stored.keys() & tensors.keys()):
@@ -99,9 +110,12 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
     return stored
 
 
-def _stored_dtype(stored: Mapping[str, _Stored]) -> Any:
-    found = stored.get("embed.weight")
-    return _FLOATS.get(found.dtype, np.float32) if found else np.float32
+def _stored_dtype(cfg: ModelConfig, stored: Mapping[str, _Stored]) -> Any:
+    """The narrowest dtype that holds every tensor which the release keeps in bf16."""
+    leaves = [leaf for leaf in jax.tree.leaves(abstract(cfg)) if leaf.dtype == jnp.bfloat16]
+    names = {name for leaf in leaves for name in released_tensors(leaf)} & stored.keys()
+    is_narrow = all(stored[name].dtype != "F32" for name in names)
+    return jnp.bfloat16 if is_narrow else jnp.float32
 
 
 def released_tensors(leaf: Leaf) -> dict[str, tuple[int, ...]]:
@@ -129,6 +143,17 @@ def _check(table: ModelParams, stored: Mapping[str, _Stored], directory: Path) -
     faults = list(_differences(expected, stored))
     if faults:
         raise UsageError(f"{directory} does not match its config.json: {'; '.join(faults)}")
+
+
+def _check_experts(cfg: ModelConfig, table: ModelParams, stored: Mapping[str, _Stored]) -> None:
+    """Refuses a hash table with an expert that is not there: a gather would clip it silently."""
+    for leaf in jax.tree.leaves(table):
+        if jnp.issubdtype(leaf.dtype, jnp.integer):
+            expert = stored[leaf.name].read()
+            wrong = expert[(expert < 0) | (expert >= cfg.n_routed_experts)]
+            if wrong.size:
+                last = cfg.n_routed_experts - 1
+                raise UsageError(f"{leaf.name} names expert {wrong[0]}; they are 0 to {last}")
 
 
 def _differences(

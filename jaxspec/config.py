@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -79,18 +80,11 @@ class ModelConfig:
         """The released `config.json` that `config_from_released` reads back as this."""
         raw = dataclasses.asdict(self)
         yarn = {theirs: raw.pop(ours) for ours, theirs in _YARN.items()}
-        raw |= {
+        raw |= _BUILT | {
             "architectures": ["DeepseekV4ForCausalLM"],
-            "model_type": "deepseek_v4",
             "compress_ratios": [*self.ratios],
             "num_hidden_layers": self.num_layers,
             "num_nextn_predict_layers": len(self.mtp_ratios),
-            "num_key_value_heads": 1,
-            "norm_topk_prob": True,
-            "scoring_func": "sqrtsoftplus",
-            "topk_method": "noaux_tc",
-            "hidden_act": "silu",
-            "tie_word_embeddings": False,
             "rope_scaling": {**yarn, "type": "yarn"},
         }
         del raw["mtp_ratios"]
@@ -103,22 +97,42 @@ class ModelConfig:
                     f"compress_ratios holds {ratio!r}; each must be an integer >= 0 "
                     "(0 sliding window, 4 CSA, any other HCA)"
                 )
+        if not self.compress_ratios:
+            raise UsageError("num_hidden_layers is 0; a model has at least one layer")
         for field in dataclasses.fields(self):
-            value = getattr(self, field.name)
-            if field.type in ("int", "float") and field.name not in _MAY_BE_ZERO and value <= 0:
-                raise UsageError(f"{field.name} is {value}; it must be above 0")
+            if field.type in ("int", "float"):
+                _check_number(field.name, getattr(self, field.name))
+        for name in ("bos_token_id", "eos_token_id"):
+            if getattr(self, name) >= self.vocab_size:
+                raise UsageError(f"{name} must be below vocab_size, {self.vocab_size}")
         for whole, part in _DIVISIBLE:
             if _size(self, whole) % getattr(self, part):
                 raise UsageError(f"{part} must divide {whole}, {_size(self, whole)}")
+<<<<<<< HEAD
         for name in ("head_dim", "index_head_dim", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
                 raise UsageError(f"{name} is {getattr(self, name)}; rotation needs it even")
+=======
+        if self.qk_rope_head_dim % 2:
+            raise UsageError("qk_rope_head_dim must be even: rotary embedding turns pairs")
+>>>>>>> laws
         if self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim):
             raise UsageError("qk_rope_head_dim must not exceed head_dim or index_head_dim")
         if self.num_experts_per_tok > self.n_routed_experts:
             raise UsageError("num_experts_per_tok must not exceed n_routed_experts")
 
 
+_BUILT: dict[str, Any] = {
+    "model_type": "deepseek_v4",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "num_key_value_heads": 1,
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "norm_topk_prob": True,
+    "tie_word_embeddings": False,
+}
+"""Settings of the released `config.json` that have one value in every DeepSeek-V4."""
 _MAY_BE_ZERO = {"num_hash_layers", "bos_token_id", "eos_token_id", "n_shared_experts"}
 _DIVISIBLE = (("num_attention_heads * head_dim", "o_groups"),)
 _YARN = {
@@ -127,6 +141,12 @@ _YARN = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
+
+
+def _check_number(name: str, value: int | float) -> None:
+    least = "at least" if name in _MAY_BE_ZERO else "above"
+    if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
+        raise UsageError(f"{name} is {value}; it must be {least} 0 and finite")
 
 
 def _size(cfg: ModelConfig, product: str) -> int:
@@ -166,13 +186,18 @@ def config_from_released(
     yarn = flat.get("rope_scaling")
     if not isinstance(yarn, Mapping):
         raise UsageError(f"{source} lacks rope_scaling, the YaRN settings of compressed layers")
+    _check_built(flat, source)
     flat |= {ours: yarn[theirs] for ours, theirs in _YARN.items() if theirs in yarn}
     layers = flat.get("num_hidden_layers")
     ratios = flat.get("compress_ratios")
-    if not isinstance(layers, int) or not isinstance(ratios, list):
-        raise UsageError(f"{source} lacks num_hidden_layers or the list compress_ratios")
+    if not _is_count(layers) or not isinstance(ratios, list):
+        raise UsageError(
+            f"{source} must hold num_hidden_layers, an integer >= 0, and the list compress_ratios"
+        )
     if mtp_blocks is None:
-        mtp_blocks = int(flat.get("num_nextn_predict_layers", 0))
+        mtp_blocks = flat.get("num_nextn_predict_layers", 0)
+        if not _is_count(mtp_blocks):
+            raise UsageError(f"{source}: num_nextn_predict_layers must be an integer >= 0")
     if len(ratios) != layers + mtp_blocks:
         raise UsageError(
             f"{source} has {len(ratios)} compress_ratios; {layers} layers and {mtp_blocks} MTP "
@@ -180,6 +205,21 @@ def config_from_released(
         )
     flat["compress_ratios"], flat["mtp_ratios"] = tuple(ratios[:layers]), tuple(ratios[layers:])
     return _build(flat, source, strict=False)
+
+
+def _check_built(raw: Mapping[str, Any], source: str) -> None:
+    """Refuses what is no DeepSeek-V4, before it gives wrong answers."""
+    stated = {key: raw[key] for key in _BUILT if key in raw}
+    built = _BUILT | {"rope_scaling.type": "yarn"}
+    if "type" in raw["rope_scaling"]:
+        stated["rope_scaling.type"] = raw["rope_scaling"]["type"]
+    for key, value in stated.items():
+        if value != built[key]:
+            raise UsageError(f"{source}: {key} is {value!r}; only {built[key]!r} is built")
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
 def read_model_toml(path: Path) -> ModelConfig:
@@ -210,4 +250,7 @@ def _build(raw: Mapping[str, Any], source: str, *, strict: bool) -> ModelConfig:
             values[name] = value
         else:
             raise UsageError(f"{source}: {name} must be {kind}, not {value!r}")
-    return ModelConfig(**values)
+    try:
+        return ModelConfig(**values)
+    except UsageError as error:
+        raise UsageError(f"{source}: {error}") from None

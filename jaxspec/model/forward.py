@@ -79,7 +79,7 @@ def read_logits(
 
 def last_valid(block: TokenBlock, x: Array) -> Array:
     """The last valid row of `x [B, N, ...]`, `[B, 1, ...]` (row 0 where none is)."""
-    last = jnp.maximum(block.valid.sum(-1) - 1, 0)
+    last = jnp.where(block.valid, jnp.arange(block.valid.shape[1]), 0).max(-1)
     return jnp.take_along_axis(x, last.reshape(-1, *([1] * (x.ndim - 1))), axis=1)
 
 
