@@ -96,12 +96,8 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
             raise UsageError(f"{file} does not exist; a model directory holds {_TENSORS}")
         try:
             opened = stack.enter_context(safe_open(file, framework="numpy"))
-<<<<<<< HEAD
-            tensors = {name: _Stored(opened, name) for name in opened.keys()}  # noqa: SIM118 - a file, no mapping
-=======
             names = opened.keys()
             tensors = {name: _Stored(opened, name) for name in names}
->>>>>>> laws
         except (SafetensorError, OSError) as error:
             raise UsageError(f"{file} is truncated or not a safetensors file ({error})") from None
         if twice := sorted(stored.keys() & tensors.keys()):
