@@ -8,7 +8,7 @@ import math
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 from jaxspec.errors import UsageError
 
@@ -110,7 +110,7 @@ class ModelConfig:
                 raise UsageError(f"{part} must divide {whole}, {_size(self, whole)}")
         for name in ("head_dim", "index_head_dim", "qk_rope_head_dim"):
             if getattr(self, name) % 2:
-                raise UsageError(f"{name} is {getattr(self, name)}; rotation needs it even")
+                raise UsageError(f"{name} must be even: rotary embedding turns pairs")
         if self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim):
             raise UsageError("qk_rope_head_dim must not exceed head_dim or index_head_dim")
         if self.num_experts_per_tok > self.n_routed_experts:
@@ -213,7 +213,7 @@ def _check_built(raw: Mapping[str, Any], source: str) -> None:
             raise UsageError(f"{source}: {key} is {value!r}; only {built[key]!r} is built")
 
 
-def _is_count(value: Any) -> bool:
+def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
 
 
