@@ -17,8 +17,7 @@ from jax import Array
 from jaxspec.config import CSA_RATIO, ModelConfig
 
 
-@struct.dataclass
-class LayerCache:
+class LayerCache(struct.PyTreeNode):
     """One layer's committed state; one type for all three layer kinds (leaves `[B, ...]`).
 
     Position p's raw row lies in ring slot `p mod W`. Entry e folds the tokens up to
@@ -28,23 +27,21 @@ class LayerCache:
     """
 
     ring: Array  # [B, W, K] raw KV rows
-    entries: Array | None  # [B, C, K]
-    open: Array | None  # [B, P, 3, K] float32
-    keys: Array | None  # [B, C, ci] the indexer's keys (CSA)
-    key_open: Array | None  # [B, P, 3, ci] float32
+    entries: Any  # [B, C, K], or None on sliding layers
+    open: Any  # [B, P, 3, K] float32, or None
+    keys: Any  # [B, C, ci] the indexer's keys (CSA), or None
+    key_open: Any  # [B, P, 3, ci] float32, or None
     ratio: int = struct.field(pytree_node=False)
 
 
-@struct.dataclass
-class Cache:
+class Cache(struct.PyTreeNode):
     """The committed state of a batch of sequences."""
 
     layers: tuple[LayerCache, ...]
     length: Array  # [B] int32: committed tokens
 
 
-@struct.dataclass
-class LayerRows:
+class LayerRows(struct.PyTreeNode):
     """What the nodes of a block would add to one layer (leaves `[B, ...]`).
 
     A tree has one entry and one open state a node (J = O = N). A chain, which commits whole or not
@@ -52,12 +49,12 @@ class LayerRows:
     """
 
     kv: Array  # [B, N, K]
-    entry: Array | None  # [B, J, K]
-    key: Array | None  # [B, J, ci]
-    owner: Array | None  # [B, J] int32: the node that completes entry j
-    complete: Array | None  # [B, J] bool: whether entry j is one
-    open: Array | None  # [B, O, P, 3, K] float32: after the node
-    key_open: Array | None  # [B, O, P, 3, ci] float32
+    entry: Any  # [B, J, K], or None on sliding layers
+    key: Any  # [B, J, ci], or None
+    owner: Any  # [B, J] int32: the node that completes entry j
+    complete: Any  # [B, J] bool: whether entry j is one
+    open: Any  # [B, O, P, 3, K] float32: after the node
+    key_open: Any  # [B, O, P, 3, ci] float32
 
 
 def pools(ratio: int) -> int:
@@ -145,10 +142,10 @@ def _extend_one(
     place = jnp.where(hit.any(1), index, layer.entries.shape[0])
     last = path[jnp.maximum(count - 1, 0)]
 
-    def write(store: Array | None, new: Array | None) -> Array | None:
+    def write(store: Any, new: Any) -> Any:
         return None if store is None else store.at[place].set(new[row], mode="drop")
 
-    def replace(old: Array | None, new: Array | None) -> Array | None:
+    def replace(old: Any, new: Any) -> Any:
         if old is None:
             return None
         return jnp.where(count > 0, new[jnp.minimum(last, new.shape[0] - 1)], old)

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any
+
 import jax
 
 
@@ -14,3 +18,14 @@ def compiler_options() -> dict[str, str] | None:
     if jax.default_backend() != "cpu":
         return None
     return {"xla_cpu_experimental_ynn_fusion_type": ""}
+
+
+@functools.cache
+def jit(function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
+    """`jax.jit` with these options, for a program that is the outermost one.
+
+    Args:
+        function: what to compile; functions that are compiled already may be in it.
+        keywords: of `jax.jit`; hashable.
+    """
+    return jax.jit(function, compiler_options=compiler_options(), **keywords)

@@ -108,8 +108,9 @@ class ModelConfig:
         for whole, part in _DIVISIBLE:
             if _size(self, whole) % getattr(self, part):
                 raise UsageError(f"{part} must divide {whole}, {_size(self, whole)}")
-        if self.qk_rope_head_dim % 2:
-            raise UsageError("qk_rope_head_dim must be even: rotary embedding turns pairs")
+        for name in ("head_dim", "index_head_dim", "qk_rope_head_dim"):
+            if getattr(self, name) % 2:
+                raise UsageError(f"{name} must be even: rotary embedding turns pairs")
         if self.qk_rope_head_dim > min(self.head_dim, self.index_head_dim):
             raise UsageError("qk_rope_head_dim must not exceed head_dim or index_head_dim")
         if self.num_experts_per_tok > self.n_routed_experts:

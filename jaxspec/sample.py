@@ -27,8 +27,7 @@ MASKED = float(np.finfo(np.float32).min)
 """Score of a token that cannot be chosen: finite, since zero times infinity is not a number."""
 
 
-@struct.dataclass
-class Sampling:
+class Sampling(struct.PyTreeNode):
     """How each sequence chooses its tokens (leaves `[B]`)."""
 
     temperature: Array  # [B] float32 > 0; not read where greedy
@@ -66,8 +65,7 @@ class Sampling:
         )
 
 
-@struct.dataclass
-class Noise:
+class Noise(struct.PyTreeNode):
     """Gumbel noise of P consecutive positions: row p of sequence b is that of `first[b] + p`."""
 
     value: Array  # [B, P, V] float32; zero if no sequence samples
@@ -87,10 +85,13 @@ def gumbel_noise(seed: Array, position: Array, vocab: int) -> Array:
     """
 
     def draw(seed: Array, position: Array) -> Array:
-        # The generator is named: a stream must not change with a global setting of jax. The mode
-        # "low" never draws above 16, which starves the tail of a large vocabulary.
+        # The generator is named: a stream must not change with a global setting of jax.
         key = jax.random.fold_in(jax.random.key(seed, impl="threefry2x32"), position)
-        return jax.random.gumbel(key, (vocab,), jnp.float32, mode="high")
+        # `jax.random.gumbel` uses 23 bits of a word, so that nothing is ever above 16, which
+        # starves the tail of a large vocabulary, or two words at twice the cost. A small uniform
+        # makes large noise here, and small floats are fine enough for all 32 bits of one word.
+        uniform = (jax.random.bits(key, (vocab,)).astype(jnp.float32) + 0.5) * 2.0**-32
+        return -jnp.log(-jnp.log1p(-jnp.minimum(uniform, 1 - 2.0**-24)))
 
     rows = jax.vmap(jax.vmap(draw, (None, 0)))
     return rows(jnp.asarray(seed, jnp.uint32), jnp.asarray(position, jnp.int32))

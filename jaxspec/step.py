@@ -11,7 +11,6 @@ drafters. Nothing in here leaves the device, and the state is donated to every f
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,54 +18,19 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jaxspec.cache import Cache, LayerRows, extend, init_cache
+from jaxspec.cache import LayerRows, extend
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
+from jaxspec.draft.plain import PLAIN
 from jaxspec.model.forward import forward
 from jaxspec.model.params import ModelParams
-from jaxspec.sample import Noise, Sampling, choose, draw_noise, margin, perturb
+from jaxspec.sample import Noise, choose, draw_noise, margin, perturb
+from jaxspec.state import DecodeState, Emitted, emit
 from jaxspec.tree import DraftTree, TokenBlock
-from jaxspec.verify import VerifyResult, next_tokens, walk
+from jaxspec.verify import VerifyResult, cut, next_tokens, ranks, walk
 
 
-@struct.dataclass
-class Emitted:
-    """Tokens with what is known of each: in a buffer M, of one step P (leaves `[B, ...]`).
-
-    A token's rank tells where it came from: r if it was the drafter's r-th best child of its
-    parent, 0 if the target chose it undrafted. So a step's tokens are those of rank 1 or more up to
-    and with the next one of rank 0, which only an end or a limit can cut off.
-    """
-
-    token: Array  # int32
-    rank: Array  # int8
-    offered: Array  # int8: children that the draft had at this place
-    margin: Array | None  # float32, if recorded: of `sample.margin`
-
-
-@struct.dataclass
-class DecodeState:
-    """B sequences while they are decoded, all leaves `[B, ...]`.
-
-    A sequence that is done, or has not begun, costs no experts and commits nothing.
-    """
-
-    # Evolving.
-    cache: Cache
-    draft: Any  # the drafter's own
-    root: Array  # [B] int32: the last emitted token; not in the cache yet
-    done: Array  # [B] bool
-    # What was asked for.
-    sampling: Sampling
-    seed: Array  # [B] uint32
-    limit: Array  # [B] int32: tokens to emit at most
-    # Output.
-    output: Emitted  # M places
-    count: Array  # [B] int32: tokens emitted
-
-
-@struct.dataclass
-class Verified:
+class Verified(struct.PyTreeNode):
     """What the target made of a tree."""
 
     block: TokenBlock
@@ -76,54 +40,6 @@ class Verified:
     emitted: Emitted  # P places, of which `result.count` count
 
 
-@partial(jax.jit, static_argnames=("cfg", "max_len", "max_new", "drafter", "dtype", "margins"))
-def init_state(
-    cfg: ModelConfig,
-    sampling: Sampling,
-    seed: Array,
-    limit: Array,
-    *,
-    max_len: int,
-    max_new: int,
-    drafter: Drafter,
-    dtype: Any = jnp.float32,
-    margins: bool = False,
-) -> DecodeState:
-    """The state of B sequences that have not begun.
-
-    Args:
-        cfg: of the model.
-        sampling: of B sequences.
-        seed: `[B]` uint32.
-        limit: `[B]` int32 tokens to emit at most, `max_new` if it is above that.
-        max_len: capacity of the cache. A sequence commits its prompt and all but the last of its
-            emitted tokens; that this fits is for the caller to see to.
-        max_new: places M of the output.
-        drafter: whose state it holds.
-        dtype: of the cache.
-        margins: whether to record the margin of every choice.
-    """
-    batch = seed.shape[0]
-    zero = jnp.zeros((batch, max_new), jnp.int8)
-    return DecodeState(
-        cache=init_cache(cfg, batch, max_len, dtype),
-        draft=drafter.init(batch, max_len, dtype),
-        root=jnp.zeros(batch, jnp.int32),
-        done=jnp.ones(batch, bool),
-        sampling=sampling,
-        seed=jnp.asarray(seed, jnp.uint32),
-        limit=jnp.minimum(jnp.asarray(limit, jnp.int32), max_new),
-        output=Emitted(
-            token=zero.astype(jnp.int32),
-            rank=zero,
-            offered=zero,
-            margin=zero.astype(jnp.float32) if margins else None,
-        ),
-        count=jnp.zeros(batch, jnp.int32),
-    )
-
-
-@partial(jax.jit, static_argnames=("cfg", "drafter", "chunk", "impl"), donate_argnames=("state",))
 def prefill(
     params: ModelParams,
     cfg: ModelConfig,
@@ -137,6 +53,8 @@ def prefill(
 ) -> DecodeState:
     """Commits the prompts of sequences that have not begun, and emits the first token of each.
 
+    Drafters that differ in what they propose share a compilation.
+
     Args:
         params: of the model.
         cfg: of the model.
@@ -147,7 +65,24 @@ def prefill(
         chunk: tokens of one forward. As many forwards are run as the longest prompt needs.
         impl: of the kernels.
     """
+    observer = drafter._replace(propose=PLAIN.propose, depth=PLAIN.depth)
     chunk = min(chunk, token.shape[1])
+    return _prefill(params, cfg, state, token, valid, drafter=observer, chunk=chunk, impl=impl)
+
+
+@jax.jit(static_argnames=("cfg", "drafter", "chunk", "impl"), donate_argnames=("state",))
+def _prefill(
+    params: ModelParams,
+    cfg: ModelConfig,
+    state: DecodeState,
+    token: Array,
+    valid: Array,
+    *,
+    drafter: Drafter,
+    chunk: int,
+    impl: str,
+) -> DecodeState:
+    rows = jnp.broadcast_to(jnp.arange(chunk, dtype=jnp.int32), (token.shape[0], chunk))
     padded = jnp.pad(token, ((0, 0), (0, -token.shape[1] % chunk + 1)))
 
     def run_chunk(index: Array, state: DecodeState) -> DecodeState:
@@ -162,18 +97,18 @@ def prefill(
         chosen = _choose_first(out.logits, state, block.length + count)
         # The drafter's last row needs the token after the chunk: the next chunk's first, or ours.
         following = jnp.where(is_last, chosen.token[:, 0], piece[:, -1])
-        result = VerifyResult(path=None, count=count, bonus=following)
+        result = VerifyResult(path=rows, count=count, bonus=following)
         state = state.replace(
             draft=drafter.observe(params, state.draft, block, out.features, result),
             cache=extend(state.cache, out.rows, None, count),
             done=state.done & ~is_last,
         )
-        return _emit(cfg, state, chosen, is_last.astype(jnp.int32))
+        return emit(cfg, state, chosen, is_last.astype(jnp.int32))
 
     return lax.fori_loop(0, -(-valid.max() // chunk), run_chunk, state)
 
 
-@partial(jax.jit, static_argnames=("cfg", "drafter", "impl"), donate_argnames=("state",))
+@jax.jit(static_argnames=("cfg", "drafter", "impl"), donate_argnames=("state",))
 def speculative_step(
     params: ModelParams,
     cfg: ModelConfig,
@@ -192,7 +127,7 @@ def speculative_step(
     return commit(cfg, state, verified).replace(draft=draft)
 
 
-@partial(jax.jit, static_argnames=("cfg", "drafter", "impl"), donate_argnames=("state",))
+@jax.jit(static_argnames=("cfg", "drafter", "impl"), donate_argnames=("state",))
 def generate(
     params: ModelParams,
     cfg: ModelConfig,
@@ -220,16 +155,6 @@ def generate(
         return step + 1, speculative_step(params, cfg, state, drafter=drafter, impl=impl)
 
     return lax.while_loop(is_running, advance, (jnp.int32(0), state))[1]
-
-
-@partial(jax.jit, donate_argnames=("state",))
-def insert(state: DecodeState, row: DecodeState, slot: int | Array) -> DecodeState:
-    """Puts the one sequence of `row` into `slot`, whatever was there before."""
-
-    def put(whole: Array, one: Array) -> Array:
-        return lax.dynamic_update_index_in_dim(whole, one[0], slot, axis=0)
-
-    return jax.tree.map(put, state, row)
 
 
 def propose(
@@ -265,7 +190,7 @@ def verify(
     asked = (out.logits, state.sampling, state.seed, block.position + 1)
     result = walk(tree, choose(*asked, noise=noise), depth=drafter.depth)
     token = next_tokens(tree.token, result)
-    rank, offered = _place_among_siblings(tree, result)
+    rank, offered = ranks(tree, result)
     emitted = Emitted(token, rank, offered, margin=None)
     if state.output.margin is not None:
         gap = margin(*asked, noise=noise)
@@ -288,21 +213,7 @@ def commit(cfg: ModelConfig, state: DecodeState, verified: Verified) -> DecodeSt
     """Appends the accepted rows, the only write of the cache, and emits their tokens."""
     result = verified.result
     cache = extend(state.cache, verified.rows, result.path, result.count)
-    return _emit(cfg, state.replace(cache=cache), verified.emitted, result.count)
-
-
-def cut(result: VerifyResult, token: Array, *, eos: int, room: Array) -> VerifyResult:
-    """Ends a step's tokens `[B, P]` after the first end token, and after `room [B]` of them.
-
-    The last token that is kept becomes the bonus: it is emitted and has no row yet, whether it was
-    drafted or not.
-    """
-    place = jnp.arange(token.shape[1])
-    is_end = (token == eos) & (place < result.count[:, None])
-    until_end = jnp.where(is_end.any(1), jnp.argmax(is_end, axis=1) + 1, token.shape[1])
-    count = jnp.minimum(jnp.minimum(result.count, until_end), room).astype(jnp.int32)
-    last = jnp.maximum(count - 1, 0)[:, None]
-    return result.replace(count=count, bonus=jnp.take_along_axis(token, last, axis=1)[:, 0])
+    return emit(cfg, state.replace(cache=cache), verified.emitted, result.count)
 
 
 def _choose_first(logits: Array, state: DecodeState, position: Array) -> Emitted:
@@ -312,39 +223,3 @@ def _choose_first(logits: Array, state: DecodeState, position: Array) -> Emitted
     none = jnp.zeros(token.shape, jnp.int8)
     gap = None if state.output.margin is None else margin(*asked)
     return Emitted(token, rank=none, offered=none, margin=gap)
-
-
-def _place_among_siblings(tree: DraftTree, result: VerifyResult) -> tuple[Array, Array]:
-    """Rank of each token that a step emits, and how many were drafted in its place, `[B, P]`."""
-    index = jnp.arange(tree.token.shape[1])
-    node, other = tree.parent[:, :, None], tree.parent[:, None]
-    siblings = (node == other) & tree.live[:, None] & (index[:, None] >= index)
-    rank = siblings.sum(-1, dtype=jnp.int8)
-    children = ((index[:, None] == other) & tree.live[:, None]).sum(-1, dtype=jnp.int8)
-    place = jnp.arange(result.path.shape[1])
-    below = jnp.take_along_axis(rank, jnp.roll(result.path, -1, axis=1), axis=1)
-    is_drafted = place < result.count[:, None] - 1
-    offered = jnp.take_along_axis(children, result.path, axis=1)
-    return jnp.where(is_drafted, below, 0), offered
-
-
-def _emit(cfg: ModelConfig, state: DecodeState, new: Emitted, count: Array) -> DecodeState:
-    """Appends the first `count [B]` of the new tokens to the output."""
-    size = state.output.token.shape[1]
-    step = jnp.arange(new.token.shape[1])
-    place = jnp.where(step < count[:, None], state.count[:, None] + step, size)
-
-    def write(buffer: Array, value: Array) -> Array:
-        put = jax.vmap(lambda row, place, value: row.at[place].set(value, mode="drop"))
-        return put(buffer, place, value)
-
-    last = jnp.maximum(count - 1, 0)[:, None]
-    newest = jnp.take_along_axis(new.token, last, axis=1)[:, 0]
-    total = state.count + count
-    is_end = (newest == cfg.eos_token_id) | (total >= state.limit)
-    return state.replace(
-        root=jnp.where(count > 0, newest, state.root),
-        done=state.done | (count > 0) & is_end,
-        output=jax.tree.map(write, state.output, new),
-        count=total,
-    )

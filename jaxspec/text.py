@@ -141,8 +141,33 @@ class TextStream:
         self._held.clear()
         return text
 
+    @property
+    def held(self) -> str:
+        """What is held back, as it would read if nothing came after it."""
+        return self._tokenizer.decode(self._held)
+
     def finish(self) -> str:
         """What is still held back at the end."""
-        text = self._tokenizer.decode(self._held)
+        text = self.held
         self._held.clear()
         return text
+
+
+class StopScan:
+    """Looks for stop strings in a completion as its tokens come."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]) -> None:
+        self._stream = TextStream(tokenizer)
+        self._stops = stops
+        self._text = ""
+
+    def push(self, token: int) -> str | None:
+        """The text before the stop string that is complete with this token, if one is.
+
+        Of several the one that begins first counts.
+        """
+        searched = max(len(self._text) - max(map(len, self._stops), default=0), 0)
+        self._text += self._stream.push(token)
+        text = self._text + self._stream.held
+        found = [at for stop in self._stops if (at := text.find(stop, searched)) >= 0]
+        return text[: min(found)] if found else None

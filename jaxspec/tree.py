@@ -7,7 +7,7 @@ sequence and `vmap`ped; the batched constructors are the public face.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,8 +21,7 @@ WORD = 32
 """Bits in one word of a packed mask."""
 
 
-@struct.dataclass
-class DraftTree:
+class DraftTree(struct.PyTreeNode):
     """A tree of proposed continuations, one node a row (leaves `[B, N]`).
 
     Node 0 is the root: the last emitted token, not in the cache yet. `parent[i] < i`, and the root
@@ -35,16 +34,15 @@ class DraftTree:
     live: Array  # [B, N] bool
 
 
-@struct.dataclass
-class TokenBlock:
+class TokenBlock(struct.PyTreeNode):
     """Tokens for one forward: consecutive ones (chain) or the nodes of a tree (leaves `[B, N]`)."""
 
     token: Array  # [B, N] int32
     position: Array  # [B, N] int32: committed length + depth
     valid: Array  # [B, N] bool: padding feeds no pool, row, entry or expert
     length: Array  # [B] int32: committed length before the block
-    parent: Array | None  # [B, N] int32; None for a chain
-    ancestors: Array | None  # [B, N, ceil(N / 32)] uint32: node's ancestors and itself; or None
+    parent: Any  # [B, N] int32; None for a chain
+    ancestors: Any  # [B, N, ceil(N / 32)] uint32: node's ancestors and itself; or None
     kind: Literal["chain", "tree"] = struct.field(pytree_node=False)
 
     @staticmethod

@@ -20,15 +20,14 @@ from jax import Array
 from jaxspec.tree import DraftTree
 
 
-@struct.dataclass
-class VerifyResult:
+class VerifyResult(struct.PyTreeNode):
     """What a step keeps of its block. P is the largest depth of the tree plus one.
 
-    A chain, which is committed whole, has no path; its count is its valid length and its bonus the
-    token that follows.
+    Of a chain, which is committed whole, the path is all of its rows, the count its valid length
+    and the bonus the token that follows.
     """
 
-    path: Array | None  # [B, P] int32: accepted nodes from the root (node 0); 0 beyond `count`
+    path: Array  # [B, P] int32: accepted nodes from the root (node 0) down; 0 beyond `count`
     count: Array  # [B] int32: accepted nodes with the root = rows to commit = tokens emitted
     bonus: Array  # [B] int32: the target's choice at the last accepted node, the next root
 
@@ -57,10 +56,37 @@ def next_tokens(token: Array, result: VerifyResult) -> Array:
     Those of a tree are the tokens that the step emits: the path below the root, then the bonus.
     Nothing is meant beyond `count`.
     """
-    if result.path is not None:
-        token = jnp.take_along_axis(token, result.path, axis=1)
+    token = jnp.take_along_axis(token, result.path, axis=1)
     is_last = jnp.arange(token.shape[1]) == result.count[:, None] - 1
     return jnp.where(is_last, result.bonus[:, None], jnp.roll(token, -1, axis=1))
+
+
+def cut(result: VerifyResult, token: Array, *, eos: int, room: Array) -> VerifyResult:
+    """Ends a step's tokens `[B, P]` after the first end token, and after `room [B]` of them.
+
+    The last token that is kept becomes the bonus: it is emitted and has no row yet, whether it was
+    drafted or not.
+    """
+    place = jnp.arange(token.shape[1])
+    is_end = (token == eos) & (place < result.count[:, None])
+    until_end = jnp.where(is_end.any(1), jnp.argmax(is_end, axis=1) + 1, token.shape[1])
+    count = jnp.minimum(jnp.minimum(result.count, until_end), room).astype(jnp.int32)
+    last = jnp.maximum(count - 1, 0)[:, None]
+    return result.replace(count=count, bonus=jnp.take_along_axis(token, last, axis=1)[:, 0])
+
+
+def ranks(tree: DraftTree, result: VerifyResult) -> tuple[Array, Array]:
+    """Rank of each token that a step emits, and how many were drafted in its place, `[B, P]`."""
+    index = jnp.arange(tree.token.shape[1])
+    node, other = tree.parent[:, :, None], tree.parent[:, None]
+    siblings = (node == other) & tree.live[:, None] & (index[:, None] >= index)
+    rank = siblings.sum(-1, dtype=jnp.int8)
+    children = ((index[:, None] == other) & tree.live[:, None]).sum(-1, dtype=jnp.int8)
+    place = jnp.arange(result.path.shape[1])
+    below = jnp.take_along_axis(rank, jnp.roll(result.path, -1, axis=1), axis=1)
+    is_drafted = place < result.count[:, None] - 1
+    offered = jnp.take_along_axis(children, result.path, axis=1)
+    return jnp.where(is_drafted, below, 0), offered
 
 
 def _walk(tree: DraftTree, choice: Array, *, levels: int) -> VerifyResult:

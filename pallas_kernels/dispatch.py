@@ -9,10 +9,13 @@ from typing import Any
 
 import jax
 
+Backends = Mapping[str, Callable[..., Any] | str]
+"""Name of an implementation to its function, or to the reason in words why it cannot run."""
+
 _log = logging.getLogger(__name__)
 
 
-def resolve(impl: str, op_name: str, backends: Mapping[str, Callable | str]) -> Callable[..., Any]:
+def resolve(impl: str, op_name: str, backends: Backends) -> Callable[..., Any]:
     """Finds the function that runs an op.
 
     `auto` takes the backend that is named like jax's default backend; if that one cannot run it

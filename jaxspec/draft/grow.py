@@ -67,8 +67,7 @@ class TreeShape:
         return TreeShape(budget, min(levels, budget - 1), beam, beam)
 
 
-@struct.dataclass
-class Candidates:
+class Candidates(struct.PyTreeNode):
     """Nodes that may enter the tree: M = levels * width * top_k of them, level after level.
 
     Within a level, the children of frontier slot w lie at `w * top_k`, ..., best first. A parent's
@@ -103,8 +102,7 @@ class Candidates:
         return jnp.arange(self.token.shape[1], dtype=jnp.int32) // (self.width * self.top_k) + 1
 
 
-@struct.dataclass
-class Frontier:
+class Frontier(struct.PyTreeNode):
     """Nodes of one level whose children the drafter scores next (leaves `[B, width]`)."""
 
     index: Array  # int32: a candidate, or NO_PARENT for the root
@@ -146,7 +144,9 @@ def expand(
         given = scores.shape[1]
         scores = scores.astype(jnp.float32)  # top_k is slow in bfloat16 on a CPU
         best, token = lax.top_k(scores, top_k)
-        scale = jnp.float32(1) if calibration is None else calibration[candidates.level]
+        scale = (
+            jnp.float32(1) if calibration is None else jnp.asarray(calibration)[candidates.level]
+        )
         edge = scale * best - jax.nn.logsumexp(scale * scores, -1, keepdims=True)
         # Rounding must not let a score rise along a path.
         score = jnp.maximum(front.score[:, :given, None] + jnp.minimum(edge, 0), MASKED)

@@ -13,7 +13,6 @@ Source: V4 report, section 2 (the MTP block); its tree drafting follows EAGLE-2,
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import Any
 
 import jax.numpy as jnp
@@ -33,16 +32,14 @@ from jaxspec.tree import DraftTree, TokenBlock, pack_bits
 from jaxspec.verify import VerifyResult, next_tokens
 
 
-@struct.dataclass
-class MtpState:
+class MtpState(struct.PyTreeNode):
     """What the block knows of the committed tokens (leaves `[B, ...]`)."""
 
     layer: LayerCache  # the ring of rows 0 to n - 1
     streams: Array  # [B, S, E]: output of row n - 1
 
 
-@struct.dataclass
-class _Drafted:
+class _Drafted(struct.PyTreeNode):
     """A draft between two levels; streams and `seen` are those of the level's `width` nodes."""
 
     grown: Candidates
@@ -51,11 +48,10 @@ class _Drafted:
     seen: Array  # [B, width, M] bool: the scratch slots of a node's ancestors and itself
 
 
-@functools.cache
-def make_drafter(cfg: ModelConfig, shape: TreeShape, impl: str = "auto") -> Drafter:
+def make_drafter(cfg: ModelConfig, shape: TreeShape, *, impl: str = "auto") -> Drafter:
     """The drafter that grows trees of `shape` (a chain is one of width 1) with the MTP block.
 
-    The same arguments give the same drafter, and so the same compilation.
+    Drafters of equal arguments are equal, and those that differ in their shape share a state.
 
     Raises:
         UsageError: the model has no MTP block, or one whose attention is not a plain window.
@@ -66,23 +62,36 @@ def make_drafter(cfg: ModelConfig, shape: TreeShape, impl: str = "auto") -> Draf
         raise UsageError(
             f"the MTP block has compress ratio {cfg.mtp_ratios[0]}; drafting needs 0, a window"
         )
-    mtp = _Mtp(cfg, shape, impl)
-    return Drafter(mtp.init, mtp.propose, mtp.observe, depth=shape.levels, features="streams")
+    return Drafter(
+        init=Init(cfg),
+        propose=Propose(cfg, shape, impl),
+        observe=Observe(cfg, impl),
+        depth=shape.levels,
+        features="streams",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
-class _Mtp:
-    """The functions of the drafter; see `Drafter` for what each does."""
+class Init:
+    """The drafter's `init`."""
+
+    cfg: ModelConfig
+
+    def __call__(self, batch: int, max_len: int, dtype: Any) -> MtpState:
+        """See `Drafter`."""
+        streams = jnp.zeros((batch, self.cfg.hc_mult, self.cfg.hidden_size), dtype)
+        return MtpState(init_layer(self.cfg, 0, batch, max_len, dtype), streams)
+
+
+@dataclasses.dataclass(frozen=True)
+class Propose:
+    """The drafter's `propose`."""
 
     cfg: ModelConfig
     shape: TreeShape
     impl: str
 
-    def init(self, batch: int, max_len: int, dtype: Any) -> MtpState:
-        streams = jnp.zeros((batch, self.cfg.hc_mult, self.cfg.hidden_size), dtype)
-        return MtpState(init_layer(self.cfg, 0, batch, max_len, dtype), streams)
-
-    def propose(
+    def __call__(
         self,
         params: ModelParams,
         state: MtpState,
@@ -92,6 +101,7 @@ class _Mtp:
         live: Array,
         score: Score,
     ) -> DraftTree:
+        """See `Drafter`."""
         cfg, shape, batch = self.cfg, self.shape, root.shape[0]
         slots = (shape.levels - 1) * shape.width
         grown = Candidates.empty(batch, levels=shape.levels, width=shape.width, top_k=shape.top_k)
@@ -118,7 +128,9 @@ class _Mtp:
             )
             scores = score(mtp_logits(params, cfg, out.streams), block.position + 2)
             grown = expand(drafted.grown, front, scores)
-            return _Drafted(grown, out.streams, out.attended.scratch, seen)
+            return drafted.replace(
+                grown=grown, streams=out.streams, scratch=out.attended.scratch, seen=seen
+            )
 
         if shape.levels > 1:
             start = _Drafted(
@@ -130,7 +142,15 @@ class _Mtp:
             grown = lax.fori_loop(1, shape.levels, descend, start).grown
         return select(grown, root, shape.budget, live=live)
 
-    def observe(
+
+@dataclasses.dataclass(frozen=True)
+class Observe:
+    """The drafter's `observe`: the accepted rows once more, on what the target has verified."""
+
+    cfg: ModelConfig
+    impl: str
+
+    def __call__(
         self,
         params: ModelParams,
         state: MtpState,
@@ -138,8 +158,9 @@ class _Mtp:
         features: Array,
         result: VerifyResult,
     ) -> MtpState:
+        """See `Drafter`."""
         token = next_tokens(block.token, result)
-        streams = features if result.path is None else _take(features, result.path)
+        streams = features if block.kind == "chain" else _take(features, result.path)
         rows = TokenBlock.chain(token, block.length, result.count)
         out = run_mtp(params, self.cfg, streams, state.layer, rows, impl=self.impl)
         last = last_valid(rows, out.streams)[:, 0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,8 +23,7 @@ from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.op import Committed, Own
 
 
-@struct.dataclass
-class Scratch:
+class Scratch(struct.PyTreeNode):
     """Raw rows of the earlier levels of a tree that is drafted level by level.
 
     The nodes of the block at hand write theirs from `start` on; their ancestor bits count slots of
@@ -62,7 +61,7 @@ class Attended(NamedTuple):
     rows: LayerRows
     scratch: Scratch | None
     q: Array  # [B, N, H, K] rotated queries
-    index: tuple[Array, Array] | None  # the indexer's queries and head weights (CSA)
+    indexer: Any  # the indexer's queries and head weights (CSA), or None
 
 
 @jax.named_scope("attention")

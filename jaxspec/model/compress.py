@@ -29,6 +29,10 @@ class Compressed(NamedTuple):
     open: Array  # [B, O, P, 3, d] float32
 
 
+Split = tuple[Array, Array, Array, Array, Array]
+"""Pools of the entries `[B, J, 3, d]`, their indices, owners, completeness, and the open pools."""
+
+
 def pool(gate: Array, value: Array, windows: Windows, state: Array) -> Array:
     """Folds the block's tokens and the committed pools into every target, for one sequence.
 
@@ -81,7 +85,7 @@ def compress(
     return Compressed(folded, owner, complete, opened)
 
 
-def _split_tree(pooled: Array, windows: Windows, layout: Layout, ratio: int, count: int):
+def _split_tree(pooled: Array, windows: Windows, layout: Layout, ratio: int, count: int) -> Split:
     """Slot 0 of a node that ends its window is the entry; then the slots shift down."""
     block = layout.block
     batch, nodes = block.token.shape
@@ -95,7 +99,7 @@ def _split_tree(pooled: Array, windows: Windows, layout: Layout, ratio: int, cou
     return slots[:, :, 0], block.position // ratio, owner, ends & block.valid, opened
 
 
-def _split_chain(pooled: Array, windows: Windows, layout: Layout, ratio: int, count: int):
+def _split_chain(pooled: Array, windows: Windows, layout: Layout, ratio: int, count: int) -> Split:
     """The leading targets are entries; the P targets after the last finished one stay open."""
     block = layout.block
     last = pooled.shape[1] - count

@@ -35,8 +35,7 @@ class LayerOut(NamedTuple):
     expert: Array  # [B, N, k] int32: the routed experts of each row
 
 
-@struct.dataclass
-class ForwardOut:
+class ForwardOut(struct.PyTreeNode):
     """What a pass knows about its block; it holds no cache."""
 
     logits: Array  # [B, N, V] float32, or [B, 1, V] for the last valid row

@@ -9,6 +9,9 @@ from jaxspec.config import ModelConfig
 from jaxspec.model.basic import per_head, project, project_float32, rotate
 from jaxspec.model.layout import Layout
 from jaxspec.model.params import IndexerParams
+from pallas_kernels.index_topk.ref import index_scores
+
+__all__ = ["index_queries", "index_scores"]
 
 
 @jax.named_scope("index.queries")

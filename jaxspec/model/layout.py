@@ -12,8 +12,7 @@ from jaxspec.model.basic import Rotation, rotation
 from jaxspec.tree import TokenBlock, lineage, unpack_bits
 
 
-@struct.dataclass
-class Layout:
+class Layout(struct.PyTreeNode):
     """A token block with what follows from it."""
 
     block: TokenBlock
@@ -34,8 +33,7 @@ def make_layout(cfg: ModelConfig, block: TokenBlock) -> Layout:
     )
 
 
-@struct.dataclass
-class Windows:
+class Windows(struct.PyTreeNode):
     """Which tokens of the block feed which pool of one compressed layer (leaves `[B, M, ...]`).
 
     A target is an entry that the block may complete or leave open. `take` lists the block's tokens

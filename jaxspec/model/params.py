@@ -36,8 +36,7 @@ class Leaf:
     layout: Layout = "same"
 
 
-@struct.dataclass
-class HyperParams:
+class HyperParams(struct.PyTreeNode):
     """One hyper-connection: maps the flattened streams to its mixing weights (spec, mHC)."""
 
     fn: Any  # [S * E, S * (2 + S)], or [S * E, S] for a head
@@ -45,8 +44,7 @@ class HyperParams:
     scale: Any  # [3], or [1] for a head
 
 
-@struct.dataclass
-class CompressorParams:
+class CompressorParams(struct.PyTreeNode):
     """Folds R tokens into an entry; P halves of width d (P = 2 for CSA, 1 for HCA)."""
 
     wkv: Any  # [E, P * d]
@@ -55,8 +53,7 @@ class CompressorParams:
     norm: Any  # [d]
 
 
-@struct.dataclass
-class IndexerParams:
+class IndexerParams(struct.PyTreeNode):
     """The lightning indexer of a CSA layer."""
 
     wq: Any  # [Rq, Hi * ci]
@@ -64,8 +61,7 @@ class IndexerParams:
     compressor: CompressorParams
 
 
-@struct.dataclass
-class AttentionParams:
+class AttentionParams(struct.PyTreeNode):
     """Projections of one attention layer; `compressor` and `indexer` where its kind has them."""
 
     sink: Any  # [H] float32
@@ -76,12 +72,11 @@ class AttentionParams:
     kv_norm: Any  # [K]
     wo_a: Any  # [G, H * K / G, Ro]
     wo_b: Any  # [G * Ro, E]
-    compressor: CompressorParams | None
-    indexer: IndexerParams | None
+    compressor: Any  # CompressorParams, or None on sliding layers
+    indexer: Any  # IndexerParams on CSA layers, or None
 
 
-@struct.dataclass
-class ExpertParams:
+class ExpertParams(struct.PyTreeNode):
     """A gated MLP, or X of them stacked in front."""
 
     w1: Any  # [(X,) E, I] gate
@@ -89,8 +84,7 @@ class ExpertParams:
     w2: Any  # [(X,) I, E] down
 
 
-@struct.dataclass
-class MoeParams:
+class MoeParams(struct.PyTreeNode):
     """Router, routed and shared experts; exactly one of `bias` and `table` is there."""
 
     gate: Any  # [E, X]
@@ -100,8 +94,7 @@ class MoeParams:
     shared: ExpertParams
 
 
-@struct.dataclass
-class LayerParams:
+class LayerParams(struct.PyTreeNode):
     """One block: attention and experts, each behind a hyper-connection."""
 
     attn_norm: Any  # [E]
@@ -112,8 +105,7 @@ class LayerParams:
     moe: MoeParams
 
 
-@struct.dataclass
-class MtpParams:
+class MtpParams(struct.PyTreeNode):
     """A multi-token-prediction block; embedding and output head are the main model's."""
 
     layer: LayerParams
@@ -125,8 +117,7 @@ class MtpParams:
     hc_head: HyperParams
 
 
-@struct.dataclass
-class ModelParams:
+class ModelParams(struct.PyTreeNode):
     """The whole model."""
 
     embed: Any  # [V, E]

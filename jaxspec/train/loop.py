@@ -61,7 +61,7 @@ def train_step(
     def total(floats: ModelParams, tokens: jax.Array, key: jax.Array) -> tuple[jax.Array, Loss]:
         loss = measure(join(floats, rest), cfg, blank, tokens, key=key, recipe=recipe)
         drafts = recipe.draft_weight * loss.draft.mean()
-        return loss.lm + drafts + recipe.index_weight * loss.index, loss
+        return loss.lm + drafts + recipe.index_weight * loss.indexer, loss
 
     def accumulate(grads: ModelParams, part: tuple[jax.Array, jax.Array]) -> tuple[Any, Loss]:
         more, loss = jax.grad(total, has_aux=True)(floats, *part)
@@ -178,6 +178,6 @@ def _figures(loss: Loss) -> dict[str, Any]:
         "lm": rounded(loss.lm),
         "draft": rounded(loss.draft),
         "agree": rounded(loss.agree),
-        "index": rounded(loss.index),
+        "index": rounded(loss.indexer),
         "load": round(max(load), 2),
     }

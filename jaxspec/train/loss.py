@@ -13,11 +13,11 @@ from jaxspec.cache import Cache, LayerCache, init_cache, init_layer
 from jaxspec.config import ModelConfig
 from jaxspec.model.attention import Attended, Scratch
 from jaxspec.model.forward import ForwardOut, forward
+from jaxspec.model.index import index_scores
 from jaxspec.model.mtp import mtp_logits, run_mtp
 from jaxspec.model.params import ModelParams
 from jaxspec.train.recipe import Recipe
 from jaxspec.tree import TokenBlock, pack_bits
-from pallas_kernels.index_topk.ref import index_scores
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -27,7 +27,7 @@ class Loss(NamedTuple):
 
     lm: Array
     draft: Array  # [depths]
-    index: Array  # mean over CSA layers
+    indexer: Array  # mean over CSA layers
     agree: Array  # [depths]: how often the draft's first choice is the model's own
     load: tuple[Array, ...]  # [X] a layer: tokens sent to each expert
 
@@ -43,8 +43,7 @@ def mean_over(value: Array, mask: Array) -> Array:
     return jnp.where(mask, value, 0.0).sum() / jnp.maximum(mask.sum(), 1)
 
 
-@struct.dataclass
-class Blank:
+class Blank(struct.PyTreeNode):
     """Empty caches that sequences start from; an argument, so that nothing is folded at compile."""
 
     cache: Cache
@@ -77,13 +76,13 @@ def measure(
     index = [
         index_divergence(layer.attended, there)
         for layer in out.features
-        if layer.attended.index is not None
+        if layer.attended.indexer is not None
     ]
     experts = [layer.expert for layer in out.features] + [drafted]
     return Loss(
         lm=lm,
         draft=draft,
-        index=sum(index, start=jnp.zeros(())) / max(len(index), 1),
+        indexer=sum(index, start=jnp.zeros(())) / max(len(index), 1),
         agree=agree,
         load=tuple(_load(cfg, expert, there) for expert in experts),
     )
@@ -99,7 +98,7 @@ def index_divergence(attended: Attended, there: Array) -> Array:
 
     The target is detached: the mean over heads of the softmax over all visible entries.
     """
-    rows, (q, weight) = attended.rows, attended.index
+    rows, (q, weight) = attended.rows, attended.indexer
     nodes = attended.q.shape[1]
     visible = rows.complete[:, None] & (rows.owner[:, None] <= jnp.arange(nodes)[:, None])
     scores = jnp.einsum("bnhk,bjk->bnhj", attended.q, rows.entry) * attended.q.shape[-1] ** -0.5
@@ -148,7 +147,7 @@ def measure_draft(
     scratch = Scratch(
         kv=jnp.concatenate([kv, room], axis=1),
         position=jnp.pad(place, ((0, 0), (0, room.shape[1]))),
-        start=length,
+        start=jnp.int32(length),
     )
     streams = _rows(first.streams, anchor)
     losses, agrees = [], []
@@ -156,7 +155,7 @@ def measure_draft(
         if depth > 1:
             block = _draft_block(_rows(token, anchor + depth), anchor, depth, (length, depths))
             drafted = run_mtp(params, cfg, streams, layer, block, scratch=scratch)
-            streams, scratch = drafted.streams, drafted.attended.scratch
+            streams, scratch = drafted.streams, drafted.attended.scratch or scratch
         labels = _rows(out.logits, anchor + depth), _rows(token, anchor + depth + 1)
         mask = _rows(there, anchor + depth + 1)
         logits = mtp_logits(params, cfg, streams)

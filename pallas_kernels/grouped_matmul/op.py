@@ -5,10 +5,10 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.dispatch import resolve
+from pallas_kernels.dispatch import Backends, resolve
 from pallas_kernels.grouped_matmul import cpu, ref
 
-BACKENDS = {
+BACKENDS: Backends = {
     "ref": ref.grouped_matmul,
     "cpu": cpu.grouped_matmul,
     "tpu": "the TPU kernel is not built yet; use 'ref'",

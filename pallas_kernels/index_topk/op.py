@@ -6,10 +6,10 @@ from typing import NamedTuple
 
 from jax import Array
 
-from pallas_kernels.dispatch import resolve
+from pallas_kernels.dispatch import Backends, resolve
 from pallas_kernels.index_topk import ref
 
-BACKENDS = {
+BACKENDS: Backends = {
     "ref": ref.index_topk,
     "cpu": ref.index_topk,
     "tpu": "the TPU kernel is not written yet; use 'ref'",
@@ -21,7 +21,7 @@ class IndexKeys(NamedTuple):
     """Entries to choose from, in the order of serial decoding: committed ones, then the block's."""
 
     keys: Array  # [B, C, ci]
-    count: Array  # [B] int32: committed entries, visible to every node
+    committed: Array  # [B] int32: committed entries, visible to every node
     own: Array  # [B, J, ci]
     own_bits: Array  # [B, N, ceil(J / 32)] uint32: which of the block's entries a node sees
 

@@ -24,7 +24,7 @@ def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tup
     """See `op.index_topk`."""
     batch, nodes = q.shape[:2]
     capacity, own = entries.keys.shape[1], entries.own.shape[1]
-    there = jnp.arange(capacity) < entries.count[:, None]
+    there = jnp.arange(capacity) < entries.committed[:, None]
     visible = jnp.concatenate(
         [
             jnp.broadcast_to(there[:, None], (batch, nodes, capacity)),
@@ -33,8 +33,8 @@ def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tup
         axis=-1,
     )
     if capacity + own > topk:
-        scores = [index_scores(q, weight, keys) for keys in (entries.keys, entries.own)]
-        scores = jnp.where(visible, jnp.concatenate(scores, axis=-1), LOWEST)
+        parts = [index_scores(q, weight, keys) for keys in (entries.keys, entries.own)]
+        scores = jnp.where(visible, jnp.concatenate(parts, axis=-1), LOWEST)
         _, best = jax.lax.top_k(scores, topk)  # stable: of equal scores the lowest index
         chosen = (best[..., None] == jnp.arange(capacity + own)).any(-2)
         visible = visible & chosen

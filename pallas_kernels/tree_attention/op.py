@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from jax import Array
 
-from pallas_kernels.dispatch import resolve
+from pallas_kernels.dispatch import Backends, resolve
 from pallas_kernels.tree_attention import ref
 
-BACKENDS = {
+BACKENDS: Backends = {
     "ref": ref.tree_attention,
     "cpu": ref.tree_attention,
     "tpu": "the TPU kernel is not written yet; use 'ref'",
@@ -22,8 +22,8 @@ class Committed(NamedTuple):
 
     ring: Array  # [B, W, K]: position p in slot p mod W
     length: Array  # [B] int32
-    entries: Array | None = None  # [B, C, K]
-    selected: Array | None = None  # [B, N, ceil(C / 32)] uint32; None: every committed entry
+    entries: Any = None  # [B, C, K], or None
+    selected: Any = None  # [B, N, ceil(C / 32)] uint32; None: every committed entry
     ratio: int = 0
 
 
@@ -35,9 +35,9 @@ class Own(NamedTuple):
 
     rows: Array  # [B, M, K]
     row_position: Array  # [B, M] int32
-    row_bits: Array | None  # [B, N, ceil(M / 32)] uint32: ancestors and the node itself
-    entries: Array | None = None  # [B, J, K]
-    entry_bits: Array | None = None  # [B, N, ceil(J / 32)] uint32
+    row_bits: Any  # [B, N, ceil(M / 32)] uint32: ancestors and the node itself
+    entries: Any = None  # [B, J, K], or None
+    entry_bits: Any = None  # [B, N, ceil(J / 32)] uint32
 
 
 def tree_attention(
