@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from random_trees import ancestry, depths
 
 from jaxspec.draft.grow import Candidates, Frontier, expand, frontier, select
 from jaxspec.sample import Noise, Sampling, choose, draw_noise, perturb
 from jaxspec.tree import NO_PARENT, DraftTree, TokenBlock
 from jaxspec.verify import walk
+from tests.random_trees import ancestry, depths
 
 VOCAB = 4
 

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
-from sampling_law import law
 
 from jaxspec.sample import MASKED, Noise, Sampling, choose, perturb
+from tests.sampling_law import law
 
 chosen = jax.jit(choose)
 perturbed = jax.jit(perturb)

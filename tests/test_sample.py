@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sampling_law import distance, law
 
 from jaxspec import sample
 from jaxspec.errors import UsageError
 from jaxspec.sample import Noise, Sampling, choose, draw_noise, gumbel_noise, perturb
+from tests.sampling_law import distance, law
 
 chosen = jax.jit(choose)
 perturbed = jax.jit(perturb)
