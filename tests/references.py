@@ -47,11 +47,16 @@ class Reference:
     end: np.ndarray | None = None
     """[B] positions before the first that an exact tie leaves undetermined; None: all count."""
 
+    @property
+    def until(self) -> np.ndarray:
+        """[B] how many positions count."""
+        rows, total = self.tokens.shape
+        return np.full(rows, total) if self.end is None else self.end
+
     def errors(self, run: Run) -> dict[str, float]:
         """The largest difference of everything that is known, NaN counted as infinite."""
         total = run.logits.shape[1]
-        seen = np.arange(total) < (np.array([total]) if self.end is None else self.end)[:, None]
-        seen = np.broadcast_to(seen, run.logits.shape[:2])
+        seen = np.arange(total) < self.until[:, None]
         worst = {"logits": largest(run.logits, self.logits[:, :total], seen)}
         known = np.arange(total) if self.positions is None else self.positions
         known = known[known < total]

@@ -12,11 +12,21 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from jaxspec.api import mtp_score, score
 from jaxspec.checkpoint import load_checkpoint
 from jaxspec.errors import UsageError
-from tests.references import Reference, decode_chunks, decode_roots, splits
+from tests.references import (
+    TOLERANCE,
+    Reference,
+    decode_chunks,
+    decode_roots,
+    largest,
+    splits,
+)
 
 NAMES = ("mixed", "small", "csa", "hca", "pro", "mtp")
+QUICK = ("small", "pro", "mtp")
+"""Of all layer kinds, the released ratios, hash and bias routing, and the MTP block."""
 TIED = {"mtp": (268, 300)}
 """Per row the first position whose top-k is undetermined, as two scores are exactly equal."""
 PREFIX, WIDTH = 160, 144
@@ -47,7 +57,7 @@ def read(fixtures: Path, name: str) -> Reference:
     )
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", QUICK)
 def test_the_start_in_one_block_and_in_chunks(fixtures, name):
     known = read(fixtures, name)
     known.check(decode_chunks(known, [WIDTH], WIDTH, quick=True))
@@ -66,6 +76,15 @@ class TestAllTokens:
         known = read(fixtures, name)
         total = known.tokens.shape[1]
         known.check(decode_chunks(known, [total], total))
+
+    def test_scored(self, fixtures, name):
+        known = read(fixtures, name)
+        seen = np.arange(known.tokens.shape[1]) < known.until[:, None]
+        logits = np.asarray(score(known.params, known.cfg, known.tokens))
+        assert largest(logits, known.logits, seen) < TOLERANCE
+        if known.mtp_logits is not None:
+            logits = np.asarray(mtp_score(known.params, known.cfg, known.tokens))
+            assert largest(logits, known.mtp_logits, seen[:, :-1]) < TOLERANCE
 
     @pytest.mark.parametrize("width", [7, 130])
     def test_in_chunks(self, fixtures, name, width):

@@ -43,9 +43,9 @@ def test_in_chunks(path, tmp_path):
     known.check(decode_chunks(known, [*splits(total, WIDTH)], WIDTH, quick=True))
 
 
-@each_file
-def test_as_trees_of_one_node(path, tmp_path):
-    known = read(path, tmp_path).main_only()
+def test_as_trees_of_one_node(tmp_path):
+    """Three kinds of layers; of the other files the slow tests of the fixtures have the like."""
+    known = read(FOLDER / "mixed.npz", tmp_path)
     known.check(decode_roots(known, known.tokens.shape[1], quick=True))
 
 

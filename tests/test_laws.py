@@ -24,6 +24,9 @@ from tests.serial import TRACES, Model, advance, commit, compiled, decode, rando
 from tests.starts import MAX_LEN, Started, start_at
 from tests.states import committed_entries, committed_slots, poison, same_bits, state_error
 
+# One worker for all tests of the shared model, so that it is compiled once.
+pytestmark = pytest.mark.xdist_group("tiny")
+
 NODES = 16
 CLOSE = 1e-5
 seeds = st.integers(0, 2**32 - 1)

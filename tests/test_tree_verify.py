@@ -19,6 +19,8 @@ from tests.serial import Model, advance, choose_rows, commit, decode, random_mod
 from tests.starts import POSITIONS, Started, start_at
 from tests.states import state_error
 
+pytestmark = pytest.mark.xdist_group("tiny")
+
 NODES = 16
 CLOSE = 1e-5
 FOLLOW_UP = 12
