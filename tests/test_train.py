@@ -21,6 +21,7 @@ from jaxspec.train.loss import Blank, measure
 from jaxspec.train.optimizer import balance, join, split_trainable
 from jaxspec.train.recipe import Recipe, read_recipe
 from tests.oracle import Mtp, Oracle, random_checkpoint, save_checkpoint
+from tests.serial import QUICK_COMPILE
 
 SMALL = {
     "compress_ratios": [4, 8, 0],
@@ -38,6 +39,9 @@ def recipe(**changes: object) -> Recipe:
     base = read_recipe(packaged_config("train/nano.toml"))
     small = {"sequence": LENGTH, "batch": 2, "micro": 1, "draft_depths": DEPTHS, "draft_anchors": 1}
     return dataclasses.replace(base, **(small | {"soft_labels": 0.0} | changes))
+
+
+quick_measure = jax.jit(measure, static_argnames=("cfg", "recipe"), compiler_options=QUICK_COMPILE)
 
 
 @pytest.fixture(scope="module")
@@ -84,9 +88,8 @@ def test_drafts_in_training_are_the_drafts_of_decoding(small) -> None:
     for seed in range(3):
         token = rng.integers(0, cfg.vocab_size, LENGTH)
         key = jax.random.key(seed)
-        loss = measure(
-            params, cfg, Blank.create(cfg, 1), jnp.asarray(token[None]), key=key, recipe=chosen
-        )
+        batch = Blank.create(cfg, 1), jnp.asarray(token[None])
+        loss = quick_measure(params, cfg, *batch, key=key, recipe=chosen)
         drawn = jax.random.permutation(jax.random.split(key, 1)[0], LENGTH - DEPTHS - 1)
         np.testing.assert_allclose(
             loss.draft, serial_draft(oracle, token, int(drawn[0])), atol=2e-5
@@ -125,7 +128,7 @@ def test_the_indexer_learns_from_its_own_loss_alone(small) -> None:
         )
         return jnp.stack([loss.lm, loss.draft.sum(), loss.indexer])
 
-    jacobian = jax.jacrev(parts)(floats)
+    jacobian = jax.jit(jax.jacrev(parts), compiler_options=QUICK_COMPILE)(floats)
     lm, draft, indexer = (jax.tree.map(lambda g, row=row: g[row], jacobian) for row in range(3))
 
     def size(tree: object) -> float:
