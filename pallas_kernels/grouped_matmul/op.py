@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.dispatch import resolve
 from pallas_kernels.grouped_matmul import cpu, ref
 
-BACKENDS = {
+BACKENDS: dict[str, Callable[..., Array] | str] = {
     "ref": ref.grouped_matmul,
     "cpu": cpu.grouped_matmul,
     "tpu": "the TPU kernel is not built yet; use 'ref'",
