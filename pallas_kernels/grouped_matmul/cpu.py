@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-STREAMED_PAIRS = 8  # the largest tile that streams; a larger one gains more from a dot
+STREAMED_PAIRS = 16  # the largest tile that streams; a larger one gains more from a dot
 LARGEST_TILE = 128
 
 Weights = tuple[Array, Array, Array]  # w1, w3, w2
