@@ -125,8 +125,7 @@ def released_tensors(leaf: Leaf) -> dict[str, tuple[int, ...]]:
             groups, rows, cols = leaf.shape
             return {leaf.name: (groups * cols, rows)}
         case "experts":
-            count, rows, cols = leaf.shape
-            return {leaf.name.format(x): (cols, rows) for x in range(count)}
+            return {leaf.name.format(x): leaf.shape[1:] for x in range(leaf.shape[0])}
 
 
 def _check(table: ModelParams, stored: Mapping[str, _Stored], directory: Path) -> None:
@@ -179,7 +178,7 @@ def _read(leaf: Leaf, stored: Mapping[str, _Stored]) -> jax.Array:
             groups, rows, cols = leaf.shape
             value = parts[0].reshape(groups, cols, rows).transpose(0, 2, 1)
         case "experts":
-            value = np.stack([part.T for part in parts])
+            value = np.stack(parts)
     return jnp.asarray(np.ascontiguousarray(value), leaf.dtype)
 
 
@@ -193,7 +192,7 @@ def to_released(params: ModelParams, cfg: ModelConfig, dtype: Any = None) -> dic
             array = array.transpose(0, 2, 1)
         for index, (name, shape) in enumerate(released_tensors(leaf).items()):
             part = array[index] if leaf.layout == "experts" else array
-            part = part.T if leaf.layout in ("transpose", "experts") else part
+            part = part.T if leaf.layout == "transpose" else part
             tensors[name] = np.ascontiguousarray(part).reshape(shape)
             if jnp.issubdtype(leaf.dtype, jnp.integer):
                 tensors[name] = tensors[name].astype(np.int64)

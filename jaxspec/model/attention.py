@@ -131,7 +131,7 @@ def _visible_entries(layout: Layout, folded: Compressed) -> Array:
 def project_output(p: AttentionParams, out: Array, turn: Rotation) -> Array:
     """Turns the heads back, then the grouped low-rank projection (spec, section 2)."""
     out = rotate(out, per_head(turn), inverse=True)
-    groups = p.wo_a.shape[0]
-    grouped = out.reshape(*out.shape[:2], groups, -1)
-    latent = jnp.einsum("bngi,gio->bngo", grouped, p.wo_a, preferred_element_type=jnp.float32)
-    return project(latent.astype(out.dtype).reshape(*out.shape[:2], -1), p.wo_b)
+    groups = jnp.split(out.reshape(*out.shape[:2], -1), p.wo_a.shape[0], axis=-1)
+    # One product a group: a batched one would first move the groups in front of the rows.
+    latent = [project(group, weight) for group, weight in zip(groups, p.wo_a, strict=True)]
+    return project(jnp.concatenate(latent, axis=-1), p.wo_b)

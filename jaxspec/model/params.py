@@ -26,7 +26,7 @@ class Leaf:
 
     `layout` tells how the released tensor becomes ours: `same`; `transpose`, `[out, in]` to
     `[in, out]`; `groups`, `[G * out, in]` to `[G, in, out]`; `experts`, one `[out, in]` tensor per
-    expert (`{}` in the name) to `[X, in, out]`.
+    expert (`{}` in the name) to `[X, out, in]`.
     """
 
     name: str
@@ -77,11 +77,11 @@ class AttentionParams(struct.PyTreeNode):
 
 
 class ExpertParams(struct.PyTreeNode):
-    """A gated MLP, or X of them stacked in front."""
+    """A gated MLP; or X of them, stacked as they are released."""
 
-    w1: Any  # [(X,) E, I] gate
-    w3: Any  # [(X,) E, I] up
-    w2: Any  # [(X,) I, E] down
+    w1: Any  # [E, I] gate; or [X, I, E]
+    w3: Any  # [E, I] up; or [X, I, E]
+    w2: Any  # [I, E] down; or [X, E, I]
 
 
 class MoeParams(struct.PyTreeNode):
@@ -199,9 +199,9 @@ class _Table:
                 return self.linear(f"{name}.{part}", rows, cols, axes)
             return Leaf(
                 f"{name}.{{}}.{part}.weight",
-                (stack, rows, cols),
+                (stack, cols, rows),
                 self.dtype,
-                ("expert", *axes),
+                ("expert", *axes[::-1]),
                 "experts",
             )
 
@@ -307,5 +307,6 @@ def _init_leaf(cfg: ModelConfig, leaf: Leaf, key: Array) -> Array:
             return base
         # The mixing matrix starts near the identity, or the four streams would be one.
         return base.at[2 * streams :].set(3.0 * jnp.eye(streams, dtype=leaf.dtype).reshape(-1))
-    fan_in = shape[-1] if name == "embed.weight" else shape[-2]
+    is_out_in = name == "embed.weight" or leaf.layout == "experts"
+    fan_in = shape[-1] if is_out_in else shape[-2]
     return (jax.random.normal(key, shape) * fan_in**-0.5).astype(leaf.dtype)

@@ -66,8 +66,10 @@ def _dimensions(leaf: Leaf) -> MuonDimensionNumbers | None:
     matrix = leaf.layout in ("transpose", "groups", "experts") and not leaf.name.endswith(_ADAM)
     if not matrix:
         return None
-    axes = len(leaf.shape)
-    return MuonDimensionNumbers(reduction_axis=axes - 2, output_axis=axes - 1)
+    first, last = len(leaf.shape) - 2, len(leaf.shape) - 1
+    if leaf.layout == "experts":  # [out, in]
+        first, last = last, first
+    return MuonDimensionNumbers(reduction_axis=first, output_axis=last)
 
 
 def balance(params: ModelParams, load: tuple[Array, ...], rate: float) -> ModelParams:

@@ -1,13 +1,13 @@
 """The routed experts on CPUs: reads only the experts in use.
 
 The pairs of a row and one of its experts are sorted by expert and cut into tiles of at most T
-pairs of one expert; a loop visits the tiles in use. A pair is one row of its tile's products, so
-its arithmetic does not depend on its mates. Inside a tile a product takes one of two forms:
+pairs of one expert; a loop visits the tiles in use. A pair is one column of its tile's products,
+so its arithmetic does not depend on its mates. Two forms, after what XLA makes of them:
 
-- few pairs: the weights are streamed, `acc += x[:, e] * w[e]` over the rows of the matrix. XLA
-  makes one kernel of this loop, which reads the expert where it lies;
-- many pairs: a `dot`, which XLA gives a copy of the expert, since a slice at a traced index is no
-  operand of its matrix product.
+- few pairs an expert: tiles of one pair. The product of a vector and a slice's transpose is one
+  kernel, which reads the expert where it lies;
+- many pairs: a matrix product, for which XLA copies the expert first, since a slice at a traced
+  index is no operand of it. Weights on the left and pairs as columns, or it would transpose them.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
-STREAMED_PAIRS = 16  # the largest tile that streams; a larger one gains more from a dot
-LARGEST_TILE = 128
+SINGLE_PAIRS = 4  # mean pairs of an expert up to which they are visited one by one
+TILES = (32, 64, 128)  # narrower ones cost as much as 32
 
-Weights = tuple[Array, Array, Array]  # w1, w3, w2
+Weights = tuple[Array, Array, Array]  # w1 [X, I, E], w3 [X, I, E], w2 [X, E, I]
 Routing = tuple[Array, Array, Array]  # expert, weight, live
 
 
@@ -59,13 +59,18 @@ def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Arra
     expert, weight, live = routing
     size = tile_size(expert.size, len(w1))
     tiles = cut_tiles(expert, live, len(w1), size)
+    rows = x.astype(jnp.float32)[tiles.pair // expert.shape[1]]
+    scale = weight.reshape(-1)[tiles.pair]
 
     def visit(i: Array, y: Array) -> Array:
         tile = select_tile(tiles, i, size)
-        rows = _take(x, tile.pair // expert.shape[1], tile.valid)
-        scale = _take(weight.reshape(-1), tile.pair, tile.valid)
-        gate, up = _product(rows, w1, tile.expert), _product(rows, w3, tile.expert)
-        down = _product(_activate(gate, up, scale, limit), w2, tile.expert)
+        mine = lax.dynamic_slice_in_dim(rows, tile.first, size)
+        weigh = lax.dynamic_slice_in_dim(scale, tile.first, size)
+        # The barriers keep XLA from turning the products around and the weights with them.
+        columns = lax.optimization_barrier(mine.T)
+        gate, up = _product(w1, tile.expert, columns), _product(w3, tile.expert, columns)
+        down = _product(w2, tile.expert, _activate(gate, up, weigh, limit))
+        down = lax.optimization_barrier(down).T
         # What lands beyond the expert's last place is overwritten by the next tile.
         return lax.dynamic_update_slice(y, down, (tile.first, 0))
 
@@ -75,9 +80,11 @@ def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Arra
 
 
 def tile_size(pairs: int, experts: int) -> int:
-    """T, the power of two at or above the mean number of pairs of an expert."""
-    mean = -(-pairs // experts)
-    return min(LARGEST_TILE, 1 << (mean - 1).bit_length())
+    """T for the mean number of pairs of an expert: 1, or the least tile at or above it."""
+    mean = pairs / experts
+    if mean <= SINGLE_PAIRS:
+        return 1
+    return next((size for size in TILES if size >= mean), TILES[-1])
 
 
 def cut_tiles(expert: Array, live: Array, experts: int, size: int) -> Tiles:
@@ -111,28 +118,25 @@ def _take(a: Array, index: Array, valid: Array) -> Array:
 
 
 def _activate(gate: Array, up: Array, scale: Array, limit: float) -> Array:
-    hidden = jax.nn.silu(jnp.minimum(gate, limit)) * jnp.clip(up, -limit, limit)
-    return scale[:, None] * hidden
+    """Weight times silu(gate) times up, clamped.
+
+    The division comes last: XLA fuses anything cheaper into the product that follows, once for
+    each of its outputs.
+    """
+    gate, up = jnp.minimum(gate, limit), jnp.clip(up, -limit, limit)
+    # The bound keeps the gradient finite; silu(-80) is 0 in every sum of float32.
+    return scale * gate * up / (1 + jnp.exp(jnp.minimum(-gate, 80.0)))
 
 
 def _expert(w: Array, e: Array) -> Array:
     return lax.dynamic_index_in_dim(w, e, keepdims=False).astype(jnp.float32)
 
 
-def _product(x: Array, w: Array, e: Array) -> Array:
-    """`x [T, E]` times `w[e] [E, I]`."""
-    if len(x) > STREAMED_PAIRS:
-        return x @ _expert(w, e)
-    unroll = next(n for n in (4, 2, 1) if x.shape[1] % n == 0)
-
-    def add_rows(i: Array, acc: Array) -> Array:
-        for r in [i * unroll + n for n in range(unroll)]:
-            row = lax.dynamic_slice(w, (e, r, 0), (1, 1, w.shape[2]))[0]
-            acc = acc + lax.dynamic_slice_in_dim(x, r, 1, axis=1) * row.astype(jnp.float32)
-        return acc
-
-    zero = jnp.zeros((len(x), w.shape[2]), jnp.float32)
-    return lax.fori_loop(0, x.shape[1] // unroll, add_rows, zero)
+def _product(w: Array, e: Array, columns: Array) -> Array:
+    """`w[e] [out, in]` times `columns [in, T]`."""
+    if columns.shape[1] == 1:
+        return (columns[:, 0] @ _expert(w, e).T)[:, None]
+    return _expert(w, e) @ columns
 
 
 def _sum_choices(sorted_rows: Array, tiles: Tiles, live: Array, shape: tuple[int, ...]) -> Array:
@@ -159,11 +163,11 @@ def _pull_back(limit: float, kept: Any, dy: Array) -> tuple[Any, ...]:
         scale = _take(weight.reshape(-1), tile.pair, tile.valid)
         w1, w3, w2 = (_expert(w, tile.expert) for w in weights)
         activate = functools.partial(_activate, limit=limit)
-        hidden, pull = jax.vjp(activate, rows @ w1, rows @ w3, scale)
-        dgate, dup, scale_grad = pull(dout @ w2.T)
-        dw_tile = (rows.T @ dgate, rows.T @ dup, hidden.T @ dout)
+        hidden, pull = jax.vjp(activate, w1 @ rows.T, w3 @ rows.T, scale)
+        dgate, dup, scale_grad = pull((dout @ w2).T)
+        dw_tile = (dgate @ rows, dup @ rows, dout.T @ hidden.T)
         return (
-            lax.dynamic_update_slice(dx, dgate @ w1.T + dup @ w3.T, (tile.first, 0)),
+            lax.dynamic_update_slice(dx, dgate.T @ w1 + dup.T @ w3, (tile.first, 0)),
             lax.dynamic_update_slice(dscale, scale_grad, (tile.first,)),
             tuple(_add_at(w, tile.expert, d) for w, d in zip(dw, dw_tile, strict=True)),
         )

@@ -36,9 +36,9 @@ def grouped_matmul(  # noqa: PLR0917 - the operands of one product, in the order
 
     Args:
         x: `[M, E]` rows.
-        w1: `[X, E, I]` gate projections.
-        w3: `[X, E, I]` up projections.
-        w2: `[X, I, E]` down projections.
+        w1: `[X, I, E]` gate projections.
+        w3: `[X, I, E]` up projections.
+        w2: `[X, E, I]` down projections.
         expert: `[M, k]` int32 ids in [0, X).
         weight: `[M, k]` float32 routing weights, normalised and scaled.
         limit: the clamp of gate and up, static.
@@ -59,11 +59,11 @@ def grouped_matmul(  # noqa: PLR0917 - the operands of one product, in the order
 
 
 def _check_weights(x: Array, w1: Array, w3: Array, w2: Array) -> None:
-    if x.ndim != 2 or w1.ndim != 3 or w1.shape[1] != x.shape[1]:
-        raise ValueError(f"x {x.shape} and w1 {w1.shape} must be [M, E] and [X, E, I]")
-    experts, width, inner = w1.shape
-    if w3.shape != w1.shape or w2.shape != (experts, inner, width):
-        want = f"{w1.shape} and {(experts, inner, width)}"
+    if x.ndim != 2 or w1.ndim != 3 or w1.shape[2] != x.shape[1]:
+        raise ValueError(f"x {x.shape} and w1 {w1.shape} must be [M, E] and [X, I, E]")
+    experts, inner, width = w1.shape
+    if w3.shape != w1.shape or w2.shape != (experts, width, inner):
+        want = f"{w1.shape} and {(experts, width, inner)}"
         raise ValueError(f"w3 {w3.shape} and w2 {w2.shape} must be {want} to fit w1")
 
 

@@ -16,7 +16,7 @@ def grouped_matmul(
 ) -> Array:
     """See `op.grouped_matmul`; `weights` is (w1, w3, w2), `routing` (expert, weight, live)."""
     expert, weight, live = routing
-    w1, w3, w2 = (w.astype(jnp.float32) for w in weights)
+    w1, w3, w2 = (w.astype(jnp.float32).swapaxes(1, 2) for w in weights)
     rows, choices = expert.shape
     x = jnp.where(live[:, None], x, 0).astype(jnp.float32)
     weight = jnp.where(live[:, None], weight, 0)

@@ -7,11 +7,11 @@ from typing import NamedTuple
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.index_topk import ref
+from pallas_kernels.index_topk import cpu, ref
 
 BACKENDS: Backends = {
     "ref": ref.index_topk,
-    "cpu": ref.index_topk,
+    "cpu": cpu.index_topk,
     "tpu": "the TPU kernel is not written yet; use 'ref'",
     "gpu": "the GPU kernel is not written yet; use 'ref'",
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import jax
@@ -20,8 +21,21 @@ def index_scores(q: Array, weight: Array, keys: Array) -> Array:
     return (jax.nn.relu(dots) * weight[..., None]).sum(2)
 
 
-def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tuple[Array, Array]:
-    """See `op.index_topk`."""
+def largest(scores: Array, count: int) -> Array:
+    """The `count` largest along the last axis as a mask; of equal ones those of lowest index."""
+    _, best = jax.lax.top_k(scores + 0.0, count)  # stable; -0 becomes 0, its equal
+    return (best[..., None] == jnp.arange(scores.shape[-1])).any(-2)
+
+
+def index_topk(
+    q: Array,
+    weight: Array,
+    entries: IndexKeys,
+    *,
+    topk: int,
+    largest: Callable[[Array, int], Array] = largest,
+) -> tuple[Array, Array]:
+    """See `op.index_topk`; `largest` is what chooses."""
     batch, nodes = q.shape[:2]
     capacity, own = entries.keys.shape[1], entries.own.shape[1]
     there = jnp.arange(capacity) < entries.committed[:, None]
@@ -35,9 +49,7 @@ def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tup
     if capacity + own > topk:
         parts = [index_scores(q, weight, keys) for keys in (entries.keys, entries.own)]
         scores = jnp.where(visible, jnp.concatenate(parts, axis=-1), LOWEST)
-        _, best = jax.lax.top_k(scores, topk)  # stable: of equal scores the lowest index
-        chosen = (best[..., None] == jnp.arange(capacity + own)).any(-2)
-        visible = visible & chosen
+        visible = visible & largest(scores, topk)
     return _pack(visible[..., :capacity]), _pack(visible[..., capacity:])
 
 
