@@ -95,3 +95,27 @@ def tally(answers: Iterable[Answer], depth: int, seconds: float) -> Statistics:
         reached=tuple(sum(drafted > level for drafted in steps) for level in range(depth)),
         seconds=seconds,
     )
+
+
+class RankCount(NamedTuple):
+    """How a draft's r-th best children fared, for one r."""
+
+    offered: int  # accepted nodes that had at least r children
+    accepted: int  # of these, nodes whose r-th best child was the target's own choice
+
+
+def acceptance_by_rank(answers: Iterable[Answer]) -> tuple[RankCount, ...]:
+    """Counts for rank 1, 2, ... up to the largest that was offered.
+
+    Every accepted node of every step counts once, the root among them, as far as the token after it
+    was emitted: what an end or a limit cut off counts for no rank.
+    """
+    places = [pair for answer in answers for pair in zip(answer.ranks, answer.offered, strict=True)]
+    most = max((offered for _, offered in places), default=0)
+    return tuple(
+        RankCount(
+            offered=sum(offered >= rank for _, offered in places),
+            accepted=sum(found == rank for found, _ in places),
+        )
+        for rank in range(1, most + 1)
+    )
