@@ -61,10 +61,9 @@ class TreeShape:
 
     @staticmethod
     def tree(budget: int) -> TreeShape:
-        """A beam that is about as good as best-first growth at this budget."""
+        """A beam that reaches as deep as the chain of this budget while that pays."""
         beam = 2 if budget <= 8 else 4 if budget <= 32 else 8
-        levels = 4 if budget <= 8 else 5 if budget <= 16 else 6 if budget <= 32 else 8
-        return TreeShape(budget, min(levels, budget - 1), beam, beam)
+        return TreeShape(budget, min(budget - 1, 8), beam, beam)
 
 
 class Candidates(struct.PyTreeNode):
