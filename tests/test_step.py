@@ -63,21 +63,21 @@ def wishes_of(rng: np.random.Generator, count: int = BATCH) -> list[Wish]:
     ]
 
 
-def fresh(toy: Toy, wishes: Sequence[Wish], drafter: Drafter, **keywords) -> DecodeState:
+def fresh(toy: Toy, wishes: Sequence[Wish], drafter: Drafter) -> DecodeState:
     sampling = Sampling.create(len(wishes), temperature=[wish.temperature for wish in wishes])
     seed = np.array([wish.seed for wish in wishes], np.uint32)
     limit = np.array([wish.limit for wish in wishes], np.int32)
-    sizes = {"max_len": MAX_LEN, "max_new": MAX_NEW} | keywords
+    sizes = {"max_len": MAX_LEN, "max_new": MAX_NEW, "margins": True}
     return init_state(toy.cfg, sampling, seed, limit, drafter=drafter, **sizes)
 
 
-def begin(toy: Toy, wishes, drafter, *, chunk: int = 4, **keywords) -> DecodeState:
+def begin(toy: Toy, wishes, drafter, *, chunk: int = 4) -> DecodeState:
     """The state after the prompts."""
     token = np.zeros((len(wishes), LONGEST), np.int32)
     for row, wish in enumerate(wishes):
         token[row, : len(wish.prompt)] = wish.prompt
     valid = np.array([len(wish.prompt) for wish in wishes], np.int32)
-    state = fresh(toy, wishes, drafter, **keywords)
+    state = fresh(toy, wishes, drafter)
     return prefill(toy.params, toy.cfg, state, token, valid, drafter=drafter, chunk=chunk)
 
 
@@ -93,6 +93,7 @@ def check_streams(toy: Toy, wishes: Sequence[Wish], state: DecodeState) -> None:
         assert state.cache.length[row] == len(wish.prompt) + len(want) - 1
         assert not state.output.rank[row, len(want) :].any()
         assert not state.output.offered[row, len(want) :].any()
+    check_margins(toy, wishes, state)
 
 
 def check_diary(toy: Toy, wishes: Sequence[Wish], state: DecodeState) -> None:
@@ -121,12 +122,11 @@ def test_every_drafter_gives_the_stream_of_plain_decoding(toy, nodes, depth):
 
 def test_plain_decoding_is_the_loop_on_the_host(toy):
     wishes = wishes_of(np.random.default_rng(0))
-    state = begin(toy, wishes, PLAIN, margins=True)
+    state = begin(toy, wishes, PLAIN)
     state = generate(toy.params, toy.cfg, state, steps=100, drafter=PLAIN)
     check_streams(toy, wishes, state)
     assert not np.any(state.output.rank)
     assert not np.any(state.output.offered)
-    check_margins(toy, wishes, state)
 
 
 def check_margins(toy: Toy, wishes: Sequence[Wish], state: DecodeState) -> None:
@@ -147,7 +147,7 @@ def test_a_step_emits_the_path_that_plain_decoding_takes(toy, drafter):
     for seed in range(8):
         rng = np.random.default_rng(seed)
         wishes = wishes_of(rng)
-        state = begin(toy, wishes, drafter, margins=True)
+        state = begin(toy, wishes, drafter)
         streams = [plain_stream(toy, wish, MAX_NEW + 8)[0] for wish in wishes]
         while not np.all(state.done):
             tree, _ = jax.device_get(propose(toy.params, toy.cfg, state, drafter=drafter))
@@ -163,7 +163,6 @@ def test_a_step_emits_the_path_that_plain_decoding_takes(toy, drafter):
                     check_step(toy, wish, streams[row], tree, steps, row, seen)
         check_streams(toy, wishes, state)
         check_diary(toy, wishes, state)
-        check_margins(toy, wishes, state)
         idle = jax.device_get(state)
         state = speculative_step(toy.params, toy.cfg, state, drafter=drafter)
         assert same_bits(state, idle)
