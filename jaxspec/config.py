@@ -97,8 +97,6 @@ class ModelConfig:
                     f"compress_ratios holds {ratio!r}; each must be an integer >= 0 "
                     "(0 sliding window, 4 CSA, any other HCA)"
                 )
-        if not self.compress_ratios:
-            raise UsageError("num_hidden_layers is 0; a model has at least one layer")
         for field in dataclasses.fields(self):
             if field.type in ("int", "float"):
                 _check_number(field.name, getattr(self, field.name))
@@ -245,6 +243,8 @@ def _build(raw: Mapping[str, Any], source: str, *, strict: bool) -> ModelConfig:
             values[name] = value
         else:
             raise UsageError(f"{source}: {name} must be {kind}, not {value!r}")
+    if not values["compress_ratios"]:
+        raise UsageError(f"{source}: num_hidden_layers is 0; a model has at least one layer")
     try:
         return ModelConfig(**values)
     except UsageError as error:

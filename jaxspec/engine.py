@@ -33,7 +33,7 @@ from jaxspec.results import Completion, Emission, Statistics
 from jaxspec.sample import Sampling
 from jaxspec.settings import RunConfig
 from jaxspec.state import DecodeState, init_state, insert
-from jaxspec.step import generate, prefill
+from jaxspec.step import generate, observer, prefill
 from jaxspec.text import StopScan, Tokenizer
 
 STEPS_A_LOOK = 8
@@ -111,10 +111,6 @@ class Engine:
             raise UsageError("stop strings need a tokenizer; leave stop out")
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
-        # A prefill drafts nothing, so drafters of all shapes share its compilation.
-        self.prefiller = self.drafter
-        if self.drafter is not PLAIN:
-            self.prefiller = make_drafter(cfg, TreeShape.chain(2), impl=run.impl)
         self.answers: list[Answer] = []
         self._started = self._stopped = self._looping = 0.0
         self._sample: DecodeState | None = None  # a state in the midst of decoding
@@ -254,7 +250,7 @@ class Engine:
             self._start([answer], shapes),
             jnp.asarray(token),
             jnp.asarray([len(prompt)]),
-            drafter=self.prefiller,
+            drafter=observer(self.drafter),
             chunk=shapes.chunk,
             impl=self.run.impl,
         )

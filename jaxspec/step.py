@@ -53,8 +53,6 @@ def prefill(
 ) -> DecodeState:
     """Commits the prompts of sequences that have not begun, and emits the first token of each.
 
-    Drafters that differ in what they propose share a compilation.
-
     Args:
         params: of the model.
         cfg: of the model.
@@ -65,9 +63,16 @@ def prefill(
         chunk: tokens of one forward. As many forwards are run as the longest prompt needs.
         impl: of the kernels.
     """
-    observer = drafter._replace(propose=PLAIN.propose, depth=PLAIN.depth)
-    chunk = min(chunk, token.shape[1])
-    return _prefill(params, cfg, state, token, valid, drafter=observer, chunk=chunk, impl=impl)
+    drafter, chunk = observer(drafter), min(chunk, token.shape[1])
+    return _prefill(params, cfg, state, token, valid, drafter=drafter, chunk=chunk, impl=impl)
+
+
+def observer(drafter: Drafter) -> Drafter:
+    """The drafter as a prefill needs it, which drafts nothing.
+
+    Drafters that differ only in what they propose are one observer and share its compilation.
+    """
+    return drafter._replace(propose=PLAIN.propose, depth=PLAIN.depth)
 
 
 @jax.jit(static_argnames=("cfg", "drafter", "chunk", "impl"), donate_argnames=("state",))
