@@ -13,7 +13,7 @@ from jaxspec.tree import NO_PARENT
 from tests.random_trees import ancestry, depths
 
 
-def grow(table, root, *, levels, width, top_k, calibration=None):
+def grow(table, root, *, levels, width, top_k, sharpness=1.0):
     """Candidates of a drafter whose scores depend on the last token: `table [V, V]`."""
     candidates = Candidates.empty(root.shape[0], levels=levels, width=width, top_k=top_k)
     front = Frontier.root(root, width=width)
@@ -21,7 +21,7 @@ def grow(table, root, *, levels, width, top_k, calibration=None):
     for level in range(levels):
         fronts.append(front)
         scores = table[front.token[:, :1] if level == 0 else front.token]
-        candidates = expand(candidates, front, scores, calibration=calibration)
+        candidates = expand(candidates, front, scores, sharpness=sharpness)
         front = frontier(candidates)
     return candidates, fronts
 
@@ -148,14 +148,13 @@ def test_sequence_that_does_not_draft_has_no_live_node():
 # ------------------------------------------------------------------------------------------ expand
 
 
-def reference(table, root, *, levels, width, top_k, calibration=None):
+def reference(table, root, *, levels, width, top_k, sharpness=1.0):
     """Candidates as `{path of tokens: score}` level by level, in float64."""
     front, found = [((), 0.0, root)], []
     for level in range(levels):
-        scale = 1.0 if calibration is None else float(calibration[level])
         children = []
         for path, above, token in front:
-            scaled = scale * table[token].astype(np.float64)
+            scaled = sharpness * table[token].astype(np.float64)
             log_prob = scaled - np.log(np.exp(scaled - scaled.max()).sum()) - scaled.max()
             for child in np.argsort(-table[token], kind="stable")[:top_k]:
                 if table[token, child] > MASKED / 2:
@@ -177,22 +176,20 @@ def paths(candidates, b):
     return found
 
 
-@pytest.mark.parametrize("calibrated", [False, True])
+@pytest.mark.parametrize("sharpened", [False, True])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize(("levels", "width", "top_k"), [(1, 1, 3), (4, 1, 1), (3, 2, 2), (3, 4, 3)])
-def test_growth_is_a_beam_of_path_scores(levels, width, top_k, dtype, calibrated):
+def test_growth_is_a_beam_of_path_scores(levels, width, top_k, dtype, sharpened):
     rng = np.random.default_rng(levels + width)
     table = jnp.asarray(rng.normal(size=(9, 9)) * 2, dtype)
     table = table.at[:, 4].set(MASKED)  # a token that cannot be chosen is no candidate
     table = table.at[5, :].set(MASKED).at[5, 2].set(0.0)
-    calibration = jnp.asarray(rng.uniform(0.5, 1.5, levels), jnp.float32) if calibrated else None
+    sharpness = float(rng.uniform(0.5, 2.5)) if sharpened else 1.0
     size = {"levels": levels, "width": width, "top_k": top_k}
     root = jnp.array([0, 5, 8], jnp.int32)
-    candidates, _ = grown(table, root, **size, calibration=calibration)
+    candidates, _ = grown(table, root, **size, sharpness=sharpness)
     for b in range(3):
-        want = reference(
-            np.asarray(table, np.float32), int(root[b]), **size, calibration=calibration
-        )
+        want = reference(np.asarray(table, np.float32), int(root[b]), **size, sharpness=sharpness)
         for ours, theirs in zip(paths(candidates, b), want, strict=True):
             assert ours.keys() == theirs.keys()
             for path, score in theirs.items():

@@ -32,6 +32,10 @@ from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT, DraftTree
 
 
+SHARPNESS = 1.5
+"""Of `TreeShape.tree`: about what fits how often a draft's first token is the greedy choice."""
+
+
 @dataclasses.dataclass(frozen=True)
 class TreeShape:
     """How a tree is grown: all static, so that one compilation serves every tree.
@@ -41,16 +45,22 @@ class TreeShape:
         levels: the largest depth; each level after the first costs a pass of the drafter.
         width: nodes of a level that are expanded.
         top_k: children of an expanded node.
+        sharpness: inverse temperature of the draft's probabilities where paths are compared; see
+            `expand`. What matters is how often the target chooses a token, which at temperature 0
+            is more than its probability says for the first of them.
     """
 
     budget: int
     levels: int
     width: int
     top_k: int
+    sharpness: float = 1.0
 
     def __post_init__(self) -> None:
         if not 1 <= self.levels < self.budget:
             raise ValueError(f"{self} needs 1 <= levels < budget")
+        if self.sharpness <= 0:
+            raise ValueError(f"{self} needs a sharpness above 0")
         if self.width < 1 or self.top_k < 1:
             raise ValueError(f"{self} needs a width and a top_k of at least 1")
 
@@ -63,7 +73,7 @@ class TreeShape:
     def tree(budget: int) -> TreeShape:
         """A beam that reaches as deep as the chain of this budget while that pays."""
         beam = 2 if budget <= 8 else 4 if budget <= 32 else 8
-        return TreeShape(budget, min(budget - 1, 8), beam, beam)
+        return TreeShape(budget, min(budget - 1, 8), beam, beam, sharpness=SHARPNESS)
 
 
 class Candidates(struct.PyTreeNode):
@@ -125,7 +135,7 @@ class Frontier(struct.PyTreeNode):
 
 
 def expand(
-    candidates: Candidates, front: Frontier, scores: Array, *, calibration: Array | None = None
+    candidates: Candidates, front: Frontier, scores: Array, *, sharpness: float | Array = 1.0
 ) -> Candidates:
     """Adds the `top_k` best children of each frontier node as the next level.
 
@@ -134,19 +144,15 @@ def expand(
         front: the frontier that `scores` belong to.
         scores: `[B, n, V]`, n <= width: of `sample.perturb` for the children of the first n slots,
             at the children's position. The root's frontier needs n = 1 only.
-        calibration: `[levels]` float32 > 0: the scores of children at depth d are multiplied by
-            `calibration[d - 1]`, an inverse temperature fitted to how often such edges are
-            accepted, before they become log-probabilities. It reorders paths, never siblings.
+        sharpness: > 0, the inverse temperature at which scores become log-probabilities. It
+            reorders paths, never siblings.
     """
     with jax.named_scope("expand"):
         width, top_k = candidates.width, candidates.top_k
         given = scores.shape[1]
         scores = scores.astype(jnp.float32)  # top_k is slow in bfloat16 on a CPU
         best, token = lax.top_k(scores, top_k)
-        scale = (
-            jnp.float32(1) if calibration is None else jnp.asarray(calibration)[candidates.level]
-        )
-        edge = scale * best - jax.nn.logsumexp(scale * scores, -1, keepdims=True)
+        edge = sharpness * best - jax.nn.logsumexp(sharpness * scores, -1, keepdims=True)
         # Rounding must not let a score rise along a path.
         score = jnp.maximum(front.score[:, :given, None] + jnp.minimum(edge, 0), MASKED)
         live = front.live[:, :given, None] & (best > MASKED / 2)

@@ -106,7 +106,8 @@ class Propose:
         slots = (shape.levels - 1) * shape.width
         grown = Candidates.empty(batch, levels=shape.levels, width=shape.width, top_k=shape.top_k)
         scores = score(mtp_logits(params, cfg, state.streams[:, None]), length[:, None] + 1)
-        grown = expand(grown, Frontier.root(root, width=shape.width), scores)
+        first = Frontier.root(root, width=shape.width)
+        grown = expand(grown, first, scores, sharpness=shape.sharpness)
 
         def descend(depth: Array, drafted: _Drafted) -> _Drafted:
             """One pass of the block over the best nodes at `depth`, for the scores of the next."""
@@ -127,7 +128,7 @@ class Propose:
                 params, cfg, streams, state.layer, block, scratch=drafted.scratch, impl=self.impl
             )
             scores = score(mtp_logits(params, cfg, out.streams), block.position + 2)
-            grown = expand(drafted.grown, front, scores)
+            grown = expand(drafted.grown, front, scores, sharpness=shape.sharpness)
             return drafted.replace(
                 grown=grown, streams=out.streams, scratch=out.attended.scratch, seen=seen
             )
