@@ -151,7 +151,7 @@ def test_sequence_that_does_not_draft_has_no_live_node():
 def reference(table, root, *, levels, width, top_k, sharpness=1.0):
     """Candidates as `{path of tokens: score}` level by level, in float64."""
     front, found = [((), 0.0, root)], []
-    for level in range(levels):
+    for _ in range(levels):
         children = []
         for path, above, token in front:
             scaled = sharpness * table[token].astype(np.float64)

@@ -31,7 +31,6 @@ from jax import Array, lax
 from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT, DraftTree
 
-
 SHARPNESS = 1.5
 """Of `TreeShape.tree`: about what fits how often a draft's first token is the greedy choice."""
 
