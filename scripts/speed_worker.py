@@ -84,6 +84,7 @@ def open_transformers(args: argparse.Namespace) -> tuple[dict[str, str], Repeat]
 
     torch.set_num_threads(args.threads)
     transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
     model = DeepseekV4ForCausalLM.from_pretrained(
         args.model, dtype=torch.float32, experts_implementation=args.experts
     ).eval()
