@@ -1,5 +1,6 @@
 """What is counted of a request's steps, against plain walks of random trees."""
 
+import dataclasses
 from collections import Counter
 
 import jax
@@ -8,7 +9,9 @@ import numpy as np
 import pytest
 
 from jaxspec.answer import Answer, News, acceptance_by_rank, tally
+from jaxspec.text import StopScan
 from jaxspec.verify import next_tokens, ranks, walk
+from tests.doubles import FIRST_LETTER, Letters
 from tests.random_trees import random_trees
 
 
@@ -76,3 +79,22 @@ def test_without_drafts_there_are_no_ranks() -> None:
     answer.take(News([7, 8, 9], [0, 0, 0], [0, 0, 0], None, is_done=True))
     assert acceptance_by_rank([answer]) == ()
     assert acceptance_by_rank([]) == ()
+
+
+@pytest.mark.parametrize("place", range(1, 7))
+def test_of_a_stop_string_and_a_limit_in_one_step_the_earlier_counts(place: int) -> None:
+    """A step of four drafts and the bonus token reaches the limit; place 6 is behind it."""
+    text, letters = "cdefghi", Letters()
+    scan = StopScan(letters, (text[place],))
+    answer = dataclasses.replace(new_answer(0, 6), tokenizer=letters, scan=scan)
+    token = [ord(letter) - FIRST_LETTER for letter in text[:6]]
+    answer.take(News(token[:1], [0], [0], None, is_done=False))
+    (emission,) = answer.take(News(token[1:], [1, 1, 1, 1, 0], [1] * 5, None, is_done=True))
+    kept = min(place, 5)
+    assert emission.token_ids == tuple(token[1 : kept + 1])
+    done = answer.completion
+    assert (done.token_ids, done.text) == (tuple(token[: kept + 1]), text[:place])
+    assert done.finish_reason == ("stop" if place < 6 else "length")
+    figures = tally([answer], depth=4, seconds=1.0)
+    assert figures.accepted_length == kept
+    assert figures.reached == tuple(int(kept > level) for level in range(4))

@@ -108,3 +108,38 @@ def updated_shapes(program: Any) -> Iterator[tuple[int, ...]]:
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from updated_shapes(inner)
+
+
+MOVES = {
+    "broadcast_in_dim", "concatenate", "copy", "dynamic_slice", "dynamic_update_slice", "gather",
+    "reshape", "scatter", "select_n", "slice", "squeeze", "transpose",
+}  # fmt: skip
+"""What copies numbers from place to place."""
+
+
+def test_extend_moves_numbers_and_computes_none(tiny):
+    """Only places and masks are computed: no float is, and no weight is asked for."""
+    rng = np.random.default_rng(0)
+    tree = trees_of(rng, [random_parents(rng, 7)] * 3, nodes=7, vocab=64)
+    cache = init_cache(tiny.cfg, batch=3, max_len=52)
+
+    def run(cache: Cache, tree: DraftTree) -> ForwardOut:
+        return forward(tiny.params, tiny.cfg, cache, TokenBlock.tree(tree, cache.length))
+
+    program, out = jax.make_jaxpr(run, return_shape=True)(cache, tree)
+    assert "dot_general" in {*makers_of_floats(program.jaxpr)}
+    path = np.zeros((3, 5), np.int32)
+    program = jax.make_jaxpr(extend)(cache, out.rows, path, cache.length)
+    assert "scatter" in {*makers_of_floats(program.jaxpr)} <= MOVES
+
+
+def makers_of_floats(program: Any) -> Iterator[str]:
+    """Operations with a floating-point result, those of inner programs in the place of a call."""
+    for equation in program.eqns:
+        inner = [getattr(value, "jaxpr", value) for value in jax.tree.leaves(equation.params)]
+        inner = [value for value in inner if hasattr(value, "eqns")]
+        for value in inner:
+            yield from makers_of_floats(value)
+        kinds = {output.aval.dtype.kind for output in equation.outvars}
+        if not inner and "f" in kinds:
+            yield equation.primitive.name

@@ -1,4 +1,4 @@
-"""Single operations of the model: rotary tables, Sinkhorn, routing.
+"""Single operations of the model: rotary tables, Sinkhorn, routing, the clamp of an expert.
 
 Against closed forms, against the oracle, and against the released code's values where the fixtures
 are at hand.
@@ -16,8 +16,8 @@ from jaxspec.config import config_from_released
 from jaxspec.model.basic import per_head, rotary_frequencies, rotate, rotation
 from jaxspec.model.hyper import sinkhorn
 from jaxspec.model.layout import make_layout
-from jaxspec.model.moe import route
-from jaxspec.model.params import MoeParams
+from jaxspec.model.moe import gated_mlp, route
+from jaxspec.model.params import ExpertParams, MoeParams
 from jaxspec.tree import TokenBlock
 from tests.oracle import Config, random_checkpoint
 from tests.oracle.basic import rope_frequencies
@@ -103,3 +103,13 @@ def test_routing_of_the_release(operations):
     expert, weight = route(p, cfg, jnp.asarray(logits), np.zeros(len(logits), np.int32))
     assert np.array_equal(expert, operations["router.idx"])
     np.testing.assert_allclose(weight, operations["router.w"], rtol=1e-6)
+
+
+def test_a_gate_is_clamped_above_and_what_it_multiplies_on_both_sides():
+    """Of the shared expert; `pallas_kernels/test_grouped_matmul.py` has the routed ones."""
+    gate = np.array([-100, -100, 100, 100, 12, -12, 3], np.float32)
+    up = np.array([-100, 100, -100, 100, 5, 11, -2], np.float32)
+    p = ExpertParams(w1=jnp.diag(gate), w3=jnp.diag(up), w2=jnp.eye(7))
+    x = np.minimum(gate.astype(np.float64), 10)
+    want = x / (1 + np.exp(-x)) * np.clip(up, -10, 10)
+    np.testing.assert_allclose(gated_mlp(p, jnp.ones((1, 7)), 10.0)[0], want, rtol=1e-6, atol=1e-6)

@@ -47,6 +47,11 @@ SHARED = {
     "num_experts_per_tok": 6,
     "num_hash_layers": 3,
     "max_position_embeddings": 2**20,
+    "swiglu_limit": 10.0,
+    "rope_theta": 1e4,
+    "compress_rope_theta": 1.6e5,
+    "yarn_factor": 16.0,
+    "yarn_original_length": 65536,
 }
 FP8 = re.compile(
     r"\.attn\.(wq_a|wq_b|wkv|wo_a|wo_b|indexer\.wq_b)\.|\.shared_experts\.|\.[eh]_proj\."

@@ -1,6 +1,7 @@
 """The shape of the code: files and functions small enough to be read at once."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -27,3 +28,17 @@ def _code_lines(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
     first = function.body[0]
     is_docstring = isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant)
     return lines - (first.end_lineno - first.lineno + 1) * is_docstring
+
+
+def test_the_tests_that_the_readme_names_exist() -> None:
+    """And so no line of its tables outlives its test."""
+    folder = ROOT / "tests"
+    named = set(re.findall(r"`([\w/]+\.py)::(\w+)`", (folder / "README.md").read_text()))
+    assert len(named) > 50
+    defined = {
+        (file, node.name)
+        for file in {file for file, _ in named}
+        for node in ast.walk(ast.parse((folder / file).read_text(encoding="utf-8")))
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert named - defined == set()
