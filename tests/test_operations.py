@@ -95,6 +95,52 @@ def test_sinkhorn_makes_rows_and_columns_sum_to_one():
         np.testing.assert_allclose(mix.sum(axis), 1.0, atol=1e-4)
 
 
+@pytest.mark.parametrize("iterations", [1, 2, 3])
+def test_sinkhorn_step_by_step(iterations):
+    """After so few iterations neither their number nor their order is forgotten."""
+    logits = np.random.default_rng(0).normal(scale=3, size=(20, 4, 4))
+    mix = np.exp(logits - logits.max(-1, keepdims=True))
+    mix = mix / mix.sum(-1, keepdims=True) + 1e-3
+    for step in range(iterations):
+        if step:
+            mix = mix / (mix.sum(-1, keepdims=True) + 1e-3)
+        mix = mix / (mix.sum(-2, keepdims=True) + 1e-3)
+    np.testing.assert_allclose(sinkhorn(jnp.float32(logits), iterations, 1e-3), mix, atol=1e-6)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_routing_by_hand(seed):
+    """The bias steers the choice alone; a table goes by the token, whatever the affinities."""
+    rng = np.random.default_rng(seed)
+    cfg = config_from_released(settings_of(64, n_routed_experts=8, num_experts_per_tok=3))
+    x, gate, bias = (rng.standard_normal(shape) for shape in ((12, 8), (8, 8), 8))
+    table = np.stack([rng.permutation(8)[:3] for _ in range(20)]).astype(np.int32)
+    token = rng.integers(12, 20, 12)  # no row's own index
+    affinity = np.sqrt(np.log1p(np.exp(x @ gate)))
+    by_bias = np.argsort(-(affinity + bias), axis=-1)[:, :3]
+    for given, want in (({"bias": bias}, by_bias), ({"table": table}, table[token])):
+        arrays = {"gate": gate, "bias": None, "table": None} | given
+        arrays = {name: None if a is None else jnp.asarray(a) for name, a in arrays.items()}
+        p = MoeParams(**arrays, experts=None, shared=None)
+        expert, weight = route(p, cfg, jnp.float32(x), jnp.asarray(token))
+        picked = np.take_along_axis(affinity, want, axis=-1)
+        scale = cfg.routed_scaling_factor / picked.sum(-1, keepdims=True)
+        assert np.array_equal(expert, want)
+        np.testing.assert_allclose(weight, picked * scale, rtol=1e-4)
+
+
+def test_gated_mlp_clamps_its_halves():
+    """The gate from above, its mate from both sides."""
+    rng = np.random.default_rng(0)
+    x, w1, w3, w2 = (4 * rng.standard_normal(shape) for shape in ((9, 6), (6, 5), (6, 5), (5, 6)))
+    gate, up = np.minimum(x @ w1, 2.0), np.clip(x @ w3, -2.0, 2.0)
+    assert ((gate < -2) & (np.abs(up) < 2)).any()
+    assert (up == -2).any()
+    want = (gate / (1 + np.exp(-gate)) * up) @ w2
+    p = ExpertParams(*(jnp.float32(w) for w in (w1, w3, w2)))
+    np.testing.assert_allclose(gated_mlp(p, jnp.float32(x), 2.0), want, rtol=1e-4, atol=1e-3)
+
+
 def test_routing_of_the_release(operations):
     cfg = config_from_released(settings_of(64, n_routed_experts=16, num_experts_per_tok=6))
     bias = operations["router.bias"]
