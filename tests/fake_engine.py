@@ -5,6 +5,7 @@
 
 import dataclasses
 import random
+import signal
 import sys
 import types
 
@@ -129,6 +130,8 @@ if __name__ == "__main__":
 
         return generate(self, requests, forward)
 
+    # What a job in the background starts ignores interrupts from the beginning.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     FakeEngine.generate = emit_and_wait
     sys.modules.update(install(Script()))
     sys.exit(main())

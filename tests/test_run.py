@@ -324,8 +324,6 @@ def start(*argv: str) -> subprocess.Popen:
         text=True,
         encoding="utf-8",
         env={**ENVIRONMENT, "PYTHONUTF8": "1"},
-        # A job in the background ignores interrupts, and what it starts would too.
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
 
 
