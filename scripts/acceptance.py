@@ -134,7 +134,7 @@ def figures(cell: Cell) -> list[dict[str, Any]]:
     """What the JSON file and the tables hold of a method and budget, set by set."""
     rows = []
     for name, answers in cell.answers.items():
-        counts = tally(answers, cell.budget - 1, 0.0)
+        counts = tally(answers, len(cell.run.statistics.reached), 0.0)
         rows.append(
             {
                 "method": cell.method,

@@ -35,6 +35,22 @@ def started(tiny):
     return start_at(tiny, [position for position in POSITIONS if position < 131])
 
 
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory: pytest.TempPathFactory):
+    """The model without layers of `doubles.py`."""
+    from tests.doubles import toy_model
+
+    return toy_model(tmp_path_factory.mktemp("toy"))
+
+
+@pytest.fixture(scope="module")
+def drafter(toy):
+    """Its drafter that is right often and wrong often."""
+    from tests.doubles import dice_drafter
+
+    return dice_drafter(toy, nodes=8, depth=4, seed=0)
+
+
 @pytest.fixture(scope="session")
 def fixtures() -> Path:
     """`shared/fixtures` beside the checkout: tiny checkpoints with the released code's outputs."""

@@ -145,7 +145,7 @@ _TREES_AND_CHOICES = (
         VERIFY,
         "== result.count[:, None] - 1\n",
         "== result.count[:, None]\n",
-        RANKS,
+        STREAMS,
     ),
     Mutant(
         "rank counts later siblings",

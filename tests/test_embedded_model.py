@@ -23,7 +23,7 @@ PROMPTS = [
 @pytest.mark.xdist_group("embedded model")
 @pytest.mark.parametrize("method", ["linear", "tree"])
 def test_a_draft_changes_no_token_of_what_is_sampled_or_greedy(method: str) -> None:
-    """Four prompts in two slots, so that freed slots are used; around 128 and many CSA entries."""
+    """Four prompts in two slots, so that freed slots are used; one answer passes the window."""
     params, cfg = load_checkpoint("nano", dtype="float32")
     tokenizer = Tokenizer.load(model_dir("nano"))
     plain = RunConfig(method="none", batch_size=2, max_new_tokens=40, dtype="float32")
@@ -36,4 +36,6 @@ def test_a_draft_changes_no_token_of_what_is_sampled_or_greedy(method: str) -> N
             streams.append([each.token_ids for each in engine.generate(PROMPTS)])
             assert (engine.statistics.accepted_length > 1.2) == (run.method != "none")
         assert streams[0] == streams[1]
+        start, count = len(engine.answers[1].prompt), len(streams[0][1])
+        assert start < cfg.sliding_window < start + count
         assert [len(ids) for ids in streams[0]][2:] == [7, 1]

@@ -11,27 +11,16 @@ from collections.abc import Callable, Sequence
 import jax
 import pytest
 
-from jaxspec.draft import Drafter
 from jaxspec.engine import Engine
 from jaxspec.errors import UsageError
 from jaxspec.requests import Request, Turn
 from jaxspec.results import Completion, Emission
 from jaxspec.settings import RunConfig
-from tests.doubles import VOCAB, Letters, Toy, Wish, dice_drafter, plain_stream, toy_model
+from tests.doubles import VOCAB, Letters, Toy, Wish, dice_drafter, plain_stream
 
 RUN = RunConfig(
     method="tree", budget=8, batch_size=3, max_new_tokens=14, max_len=64, temperature=0.9, seed=3
 )
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return toy_model(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def drafter(toy) -> Drafter:
-    return dice_drafter(toy, nodes=8, depth=4, seed=0)
 
 
 @pytest.fixture

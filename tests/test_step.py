@@ -30,7 +30,6 @@ from tests.doubles import (
     dice_drafter,
     plain_stream,
     rows_of,
-    toy_model,
 )
 from tests.random_trees import ancestry
 from tests.states import same_bits
@@ -38,16 +37,6 @@ from tests.states import same_bits
 BATCH, LONGEST, MAX_NEW = 12, 9, 20
 MAX_LEN = LONGEST + MAX_NEW
 TEMPERATURES = (0.0, 0.7, 1.3)
-
-
-@pytest.fixture(scope="module")
-def toy(tmp_path_factory) -> Toy:
-    return toy_model(tmp_path_factory.mktemp("toy"))
-
-
-@pytest.fixture(scope="module")
-def drafter(toy) -> Drafter:
-    return dice_drafter(toy, nodes=8, depth=4, seed=0)
 
 
 def wishes_of(rng: np.random.Generator, count: int = BATCH) -> list[Wish]:
