@@ -1,0 +1,148 @@
+"""Reads what compilers say about kernels: HLO text, libtpu's LLO dumps, ptxas.
+
+The formats are not documented; the tests hold them to real compiles on each supported version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+from jaxspec.plan.program import Kernel
+
+VMEM = "1"  # number of the memory space in HLO
+_UTILIZATION = "final_hlo-static-per-bundle-utilization.txt"
+_QUIET = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "custom-call"}
+_INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([^\s=]+) = (\(.*?\)|\S+) ([\w-]+)\(")
+_ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
+
+
+def _spaces(line: str, key: str) -> dict[str, int]:
+    """Memory spaces of one `scoped_memory_configs` list to their bytes."""
+    listed = re.search(rf'"{key}":\[(.*?)\]', line)
+    pairs = re.findall(r'"memory_space":"(\d+)".*?"size":"(\d+)"', listed[1] if listed else "")
+    return {space: int(size) for space, size in pairs}
+
+
+def tpu_kernels(hlo: str, dump: Path, default: int) -> tuple[Kernel, ...]:
+    """Kernels of a program for a TPU from its optimised HLO and libtpu's dumps of it.
+
+    `default` is the VMEM that a kernel gets without asking; some compilers write it out.
+    """
+    kernels = []
+    for line in hlo.splitlines():
+        found = _INSTRUCTION.match(line)
+        if found is None or 'custom_call_target="tpu_custom_call"' not in line:
+            continue
+        name = found[1]
+        bundles, slots = _utilization(dump, name)
+        limit = _spaces(line, "scoped_memory_configs").get(VMEM)
+        kernels.append(
+            Kernel(
+                name=name.rpartition(".")[0] or name,
+                vmem=_spaces(line, "used_scoped_memory_configs").get(VMEM, 0),
+                vmem_limit=None if limit == default else limit,
+                spilled=slots.get("VSTORE:SPILL", (None, 0))[0],
+                bundles=bundles,
+                slots=slots,
+            )
+        )
+    return tuple(kernels)
+
+
+def _utilization(dump: Path, name: str) -> tuple[int | None, dict[str, tuple[int, int]]]:
+    pattern = re.compile(rf"\d+-{re.escape(name)}-\d+-{_UTILIZATION}")
+    for path in dump.iterdir():
+        if pattern.fullmatch(path.name):
+            return read_utilization(path.read_text())
+    return None, {}
+
+
+def read_utilization(text: str) -> tuple[int, dict[str, tuple[int, int]]]:
+    """Bundles, and by class the slots that are filled and those that there are."""
+    lines = text.splitlines()
+    names = [name.strip() for name in lines[1].split(",")]
+    capacity = [int(number) for number in lines[2].split()]
+    rows = [[int(number) for number in line.split()] for line in lines[4:] if line.strip()]
+    filled = [sum(column) for column in zip(*rows, strict=True)] or [0] * len(names)
+    there = [number * len(rows) for number in capacity]
+    return len(rows), dict(zip(names, zip(filled, there, strict=True), strict=True))
+
+
+def gpu_kernels(dump: Path) -> tuple[Kernel, ...]:
+    """Mosaic GPU's kernels from its dumps, in the order of their compilation."""
+
+    def number(path: Path) -> int:
+        return int(path.stem.rpartition("_")[2])
+
+    return tuple(
+        read_ptxas(path.read_text(), _shared_memory(path.with_suffix(".mlir-passes.log")))
+        for path in sorted(dump.glob("*.ptxas"), key=number)
+    )
+
+
+def read_ptxas(text: str, smem: int | None) -> Kernel:
+    """A kernel from what `ptxas -v` says, and its dynamic shared memory."""
+    name = re.search(r"Compiling entry function '(\w+)'", text)
+    registers = re.search(r"Used (\d+) registers", text)
+    spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
+    return Kernel(
+        name=name[1].removesuffix("_mosaic_gpu_kernel") if name else "?",
+        smem=smem,
+        registers=int(registers[1]) if registers else None,
+        spilled=sum(int(each) for each in spills) if spills else None,
+    )
+
+
+def _shared_memory(log: Path) -> int | None:
+    """Bytes that the launch asks for. The log is long: the launch stands near its beginning."""
+    if not log.exists():
+        return None
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            if found := re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line):
+                return int(found[1])
+    return None
+
+
+def around_kernels(hlo: str) -> dict[str, int]:
+    """XLA's own operations of the entry computation: opcode to bytes of their results."""
+    total: dict[str, int] = {}
+    for line in _entry(hlo.splitlines()):
+        found = _INSTRUCTION.match(line)
+        if found is None or found[3] in _QUIET or found[3].endswith(("-start", "-update")):
+            continue
+        total[found[3]] = total.get(found[3], 0) + array_bytes(found[2])
+    return total
+
+
+def _entry(lines: Iterable[str]) -> Iterable[str]:
+    inside = False
+    for line in lines:
+        if line.startswith("ENTRY "):
+            inside = True
+        elif inside and line.startswith("}"):
+            return
+        elif inside:
+            yield line
+
+
+def array_bytes(shape: str) -> int:
+    """Bytes of an HLO shape such as `bf16[8,128]{1,0}`, or of a tuple of them."""
+    total = 0
+    for kind, bits, dims in _ARRAY.findall(shape):
+        size = 1
+        for dim in dims.split(","):
+            size *= int(dim or 1)
+        total += -(-size * (8 if kind == "pred" else int(bits or 0)) // 8)
+    return total
+
+
+def reason(stderr: str) -> str:
+    """The line of a dead process' last words that says why it died."""
+    lines = [" ".join(line.split()) for line in stderr.splitlines() if line.strip()]
+    for line in lines:
+        if re.search(r"Check fail|LLVM ERROR|F\d{4} |Fatal|^\w*Error:", line):
+            return line
+    return lines[-1] if lines else "it said nothing"

@@ -1,0 +1,87 @@
+"""The process that compiles: jobs in on standard input, outcomes out, one JSON line each."""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import os
+import shutil
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxspec.plan import dumps
+from jaxspec.plan.program import Job, Outcome, Program
+from jaxspec.plan.targets import TARGETS, Target, devices
+
+
+def compile_program(program: Program, device: Any) -> Any:
+    """Compiles for one device. The mesh tells kernels and their dispatch what they are for."""
+    import jax
+    import numpy as np
+    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+    mesh = Mesh(np.array([device]), ("device",))
+    place = NamedSharding(mesh, PartitionSpec())
+    avals = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), program.avals
+    )
+    with jax.set_mesh(mesh):
+        return jax.jit(program.function).trace(*avals).lower().compile()
+
+
+@functools.cache
+def _device(target: Target) -> Any:
+    return devices(target)[0]
+
+
+def run(job: Job, target: Target, dump: Path) -> Outcome:
+    """Builds and compiles one job; what Python or the compiler raises becomes words."""
+    start = time.perf_counter()
+    try:
+        program = job.build()
+        compiled = compile_program(program, _device(target))
+    except Exception as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        return Outcome(job, False, words, time.perf_counter() - start)
+    seconds = time.perf_counter() - start
+    memory, hlo = compiled.memory_analysis(), compiled.as_text()
+    if target.kind == "tpu":
+        kernels = dumps.tpu_kernels(hlo, dump, target.vmem)
+    else:
+        kernels = dumps.gpu_kernels(dump)
+    return Outcome(
+        job=job,
+        compiles=True,
+        seconds=seconds,
+        kernels=kernels,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        temp_bytes=memory.temp_size_in_bytes,
+        around=dumps.around_kernels(hlo),
+        traffic=program.traffic,
+    )
+
+
+def main() -> int:
+    """Answers jobs until standard input ends."""
+    parser = argparse.ArgumentParser(prog="python -m jaxspec.plan.worker")
+    parser.add_argument("target", choices=sorted(TARGETS))
+    parser.add_argument("dump", type=Path)
+    args = parser.parse_args()
+    # Answers get standard output for themselves: libraries print there too.
+    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)
+    target = TARGETS[args.target]
+    for line in sys.stdin:
+        shutil.rmtree(args.dump, ignore_errors=True)
+        args.dump.mkdir(parents=True)
+        outcome = run(Job(**json.loads(line)), target, args.dump)
+        print(json.dumps(outcome.to_json()), file=answers, flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,178 @@
+"""Ahead-of-time compiles: what compilers say is read right, and their deaths do no harm."""
+
+import json
+import subprocess
+import sys
+import time
+
+import pytest
+
+from jaxspec.plan import __main__ as command
+from jaxspec.plan import dumps, table
+from jaxspec.plan.compile import Compiler, compile_all
+from jaxspec.plan.kernels import OPS, jobs
+from jaxspec.plan.program import Job, Kernel, Outcome, Traffic
+from jaxspec.plan.targets import TARGETS, missing
+
+HLO = """\
+HloModule jit_f
+
+%fused (p: bf16[8,128]) -> bf16[8,128] {
+  %copy.9 = bf16[8,128]{1,0} copy(%p)
+}
+
+ENTRY %main (a: f32[3]) -> f32[3] {
+  %a = f32[3]{0} parameter(0)
+  %pad.1 = bf16[8,128]{1,0:T(8,128)(2,1)} pad(%a), padding=0_1
+  %copy-start.1 = (f32[3]{0}, f32[3]{0}) copy-start(%a)
+  %fusion = (u8[5]{0}, pred[4]{0}) fusion(%a), kind=kLoop
+  ROOT %copy.2 = f32[3]{0} copy(%a)
+}
+"""
+JOB = Job("tree_attention here", "tests.plan_programs:refuses")
+
+
+def program(name: str, **arguments: int) -> Job:
+    return Job(name, f"tests.plan_programs:{name}", arguments)
+
+
+def compile_here(target: str, *wanted: Job) -> list[Outcome]:
+    if (lack := missing(TARGETS[target])) is not None:
+        pytest.skip(lack)
+    return list(compile_all(TARGETS[target], wanted, timeout=120))
+
+
+def test_the_operations_around_kernels_are_those_of_the_entry() -> None:
+    assert dumps.around_kernels(HLO) == {"pad": 2048, "fusion": 9, "copy": 12}
+
+
+def test_utilization_counts_bundles_and_slots() -> None:
+    text = "== CAPACTIY:\nMXU, VSTORE:SPILL\n  2  1\n== UTILIZATION:\n0 0\n2 1\n1 0\n"
+    assert dumps.read_utilization(text) == (3, {"MXU": (3, 6), "VSTORE:SPILL": (1, 3)})
+
+
+def test_ptxas_says_registers_and_both_kinds_of_spill() -> None:
+    text = (
+        "ptxas info    : Compiling entry function 'index_mosaic_gpu_kernel' for 'sm_90a'\n"
+        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
+        "ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem\n"
+    )
+    expected = Kernel("index", smem=4096, registers=168, spilled=16)
+    assert dumps.read_ptxas(text, 4096) == expected
+
+
+def test_outcomes_survive_the_way_through_text() -> None:
+    kernel = Kernel("k", vmem=1, bundles=3, slots={"MXU": (1, 6)})
+    outcome = Outcome(JOB, True, kernels=(kernel,), traffic=Traffic(1, 2, 3), around={"copy": 4})
+    assert Outcome.from_json(json.loads(json.dumps(outcome.to_json()))) == outcome
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"compiles": False}, "does not compile"),
+        ({"kernels": ()}, "no Pallas kernel"),
+        ({"temp_bytes": 200 * 10**9}, "of the device's"),
+        ({"traffic": Traffic(116, 0, 100)}, "1.16 times"),
+        ({"kernels": (Kernel("k", spilled=4),)}, "k spills 4 B"),
+        ({"kernels": (Kernel("k", smem=240_000),)}, "shared memory"),
+    ],
+)
+def test_each_broken_limit_is_said(change: dict, words: str) -> None:
+    good = {"compiles": True, "kernels": (Kernel("k", spilled=0, smem=232_448),)}
+    good["traffic"] = Traffic(100, 15, 100)
+    target = TARGETS["h200"]
+    assert table.broken(Outcome(JOB, **good), target) == []
+    (said,) = table.broken(Outcome(JOB, **good | change), target)
+    assert words in said
+
+
+def test_deaths_hangs_and_refusals_are_outcomes() -> None:
+    """Each in its own words, and the next job is compiled as if nothing had been."""
+    with Compiler(TARGETS["v6e"]) as compiler:
+        died = compiler.compile(program("dies"), timeout=60)
+        assert "SIGABRT" in died.words
+        assert "Check failed: llo::CouldLe(a, b)" in died.words
+        refused = compiler.compile(program("refuses"), timeout=60)
+        assert (refused.compiles, refused.words) == (False, "ValueError: no such kernel")
+        start = time.monotonic()
+        hung = compiler.compile(program("hangs"), timeout=0.5)
+        assert "not done within 0.5 s" in hung.words
+        assert time.monotonic() - start < 20
+        assert compiler.compile(program("refuses"), timeout=60).words == refused.words
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("target", ["v5e", "v5p", "v6e", "7x"])
+def test_a_tpu_kernel_is_read_right(target: str) -> None:
+    small, raised, large, moved = compile_here(
+        target,
+        program("scratch", mib=2),
+        program("scratch", mib=40, limit=60),
+        program("scratch", mib=40),
+        program("transposes"),
+    )
+    (kernel,) = small.kernels
+    assert kernel.name == "keeps_scratch"
+    assert 2 << 20 <= kernel.vmem < 3 << 20
+    assert kernel.vmem_limit is None
+    assert kernel.bundles > 8
+    assert kernel.slots["VLOAD"][0] >= 8
+    assert kernel.spilled == 0
+    assert table.broken(small, TARGETS[target]) == []
+    assert raised.kernels[0].vmem_limit == 60 << 20
+    assert not large.compiles
+    assert "vmem" in large.words
+    assert sum(moved.around.values()) >= 64 * 512
+
+
+@pytest.mark.aot
+def test_a_gpu_kernel_is_read_right() -> None:
+    doubles, plain = compile_here("h200", program("doubles"), program("plain"))
+    assert doubles.words == ""
+    (kernel,) = doubles.kernels
+    assert kernel.spilled == 0
+    assert 8 <= kernel.registers <= 255
+    assert 16 << 10 <= kernel.smem < 18 << 10
+    assert plain.compiles
+    assert plain.kernels == ()
+
+
+def test_every_op_has_jobs_of_distinct_names() -> None:
+    names = [job.name for op in OPS for job in jobs(op, "tpu")]
+    assert len(names) == len(set(names))
+    assert all(any(name.startswith(op) for name in names) for op in OPS)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        ([], "required: kernels"),
+        (["kernels"], "--target"),
+        (["kernels", "--target", "h900"], "choose one of v5e"),
+        (["kernels", "--target", "v6e", "--op", "tree_attentoin"], "nearest: tree_attention"),
+        (["kernels", "--target", "v6e", "--timeout", "soon"], "seconds"),
+        (["kernels", "--target", "v6e", "--json", "/no/such/folder/x.json"], "no directory"),
+    ],
+)
+def test_bad_arguments_get_one_line(arguments: list[str], words: str, capsys) -> None:
+    assert command.main(arguments) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert words in lines[0]
+
+
+def test_a_missing_compiler_names_its_extra(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    for target in ("v6e", "h200"):
+        assert command.main(["kernels", "--target", target]) == 2
+        (line,) = capsys.readouterr().err.splitlines()
+        assert "jaxspec[aot]" in line
+
+
+def test_the_command_starts() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "jaxspec.plan", "kernels", "--help"], capture_output=True, text=True
+    )
+    assert done.returncode == 0
+    assert "--target" in done.stdout
