@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from pallas_kernels import tuning
+
 Backends = Mapping[str, Callable[..., Any] | str]
 """Name of an implementation to its function, or to the reason in words why it cannot run."""
 
@@ -17,7 +19,9 @@ _HARDWARE = {"tpu": "a TPU", "gpu": "a GPU"}
 _log = logging.getLogger(__name__)
 
 
-def resolve(impl: str, op_name: str, backends: Backends) -> Callable[..., Any]:
+def resolve(
+    impl: str, op_name: str, backends: Backends, *, sizes: Mapping[str, int] | None = None
+) -> Callable[..., Any]:
     """Finds the function that runs an op where the program at hand will run.
 
     `auto` takes the backend that is named like the platform; if that one cannot run it takes `ref`
@@ -28,6 +32,7 @@ def resolve(impl: str, op_name: str, backends: Backends) -> Callable[..., Any]:
         impl: `auto` or a name in `backends`.
         op_name: for messages.
         backends: name to function, or to the reason in words why it cannot run. `ref` always can.
+        sizes: of the call, by which a kernel's tuned choices are looked up; None: its defaults.
 
     Raises:
         ValueError: an unknown name, or one that cannot run.
@@ -47,6 +52,8 @@ def resolve(impl: str, op_name: str, backends: Backends) -> Callable[..., Any]:
         raise ValueError(f"unknown impl {impl!r} of {op_name}; choose one of {choices}")
     if isinstance(chosen, str):
         raise ValueError(f"impl {impl!r} of {op_name} cannot run: {chosen}")
+    if sizes is not None and any(chosen is backends.get(name) for name in _HARDWARE):
+        return functools.partial(chosen, **tuning.select(op_name, _device_kind(), sizes))
     return chosen
 
 
@@ -63,6 +70,11 @@ def target_platform() -> str:
     """Platform of the program at hand: `cpu`, `gpu` or `tpu`."""
     device = target_device()
     return jax.default_backend() if device is None else device.platform
+
+
+def _device_kind() -> str:
+    device = target_device()
+    return jax.devices()[0].device_kind if device is None else device.device_kind
 
 
 def is_interpreted() -> bool:
