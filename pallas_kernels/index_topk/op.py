@@ -8,6 +8,9 @@ from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
 from pallas_kernels.index_topk import cpu, ref
+from pallas_kernels.index_topk.packed import PackedKeys, pack_keys
+
+__all__ = ["IndexKeys", "PackedKeys", "index_topk", "pack_keys"]
 
 BACKENDS: Backends = {
     "ref": ref.index_topk,
@@ -20,9 +23,9 @@ BACKENDS: Backends = {
 class IndexKeys(NamedTuple):
     """Entries to choose from, in the order of serial decoding: committed ones, then the block's."""
 
-    keys: Array  # [B, C, ci]
+    keys: Array | PackedKeys  # [B, C, ci]
     committed: Array  # [B] int32: committed entries, visible to every node
-    own: Array  # [B, J, ci]
+    own: Array | PackedKeys  # [B, J, ci]
     own_bits: Array  # [B, N, ceil(J / 32)] uint32: which of the block's entries a node sees
 
 
