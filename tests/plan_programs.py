@@ -85,3 +85,8 @@ def refuses() -> Program:
 def plain() -> Program:
     """No Pallas kernel in it."""
     return Program(jax.nn.relu, (FLOATS,))
+
+
+def huge() -> Program:
+    """One operand of 16 GiB."""
+    return Program(jax.nn.relu, (ShapeDtypeStruct((1 << 32,), jnp.float32),))

@@ -71,6 +71,7 @@ def test_outcomes_survive_the_way_through_text() -> None:
     ("change", "words"),
     [
         ({"compiles": False}, "does not compile"),
+        ({"compiles": False, "fits": False}, None),
         ({"kernels": ()}, "no Pallas kernel"),
         ({"temp_bytes": 200 * 10**9}, "of the device's"),
         ({"traffic": Traffic(116, 0, 100)}, "1.16 times"),
@@ -78,13 +79,14 @@ def test_outcomes_survive_the_way_through_text() -> None:
         ({"kernels": (Kernel("k", smem=240_000),)}, "shared memory"),
     ],
 )
-def test_each_broken_limit_is_said(change: dict, words: str) -> None:
+def test_each_broken_limit_is_said(change: dict, words: str | None) -> None:
     good = {"compiles": True, "kernels": (Kernel("k", spilled=0, smem=232_448),)}
     good["traffic"] = Traffic(100, 15, 100)
     target = TARGETS["h200"]
     assert table.broken(Outcome(JOB, **good), target) == []
-    (said,) = table.broken(Outcome(JOB, **good | change), target)
-    assert words in said
+    said = table.broken(Outcome(JOB, **good | change), target)
+    assert len(said) == (words is not None)
+    assert all(words in each for each in said)
 
 
 def test_deaths_hangs_and_refusals_are_outcomes() -> None:
@@ -100,6 +102,14 @@ def test_deaths_hangs_and_refusals_are_outcomes() -> None:
         assert "not done within 0.5 s" in hung.words
         assert time.monotonic() - start < 20
         assert compiler.compile(program("refuses"), timeout=60).words == refused.words
+
+
+def test_operands_beyond_the_memory_are_not_compiled() -> None:
+    job = Job("huge", "tests.plan_programs:huge")
+    with Compiler(TARGETS["v5e"]) as compiler:
+        outcome = compiler.compile(job, timeout=60)
+    assert (outcome.compiles, outcome.fits) == (False, False)
+    assert "16 GiB, more than the device's 15.75 GiB" in outcome.words
 
 
 @pytest.mark.aot

@@ -103,7 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"target {target.name}: compiled by {', '.join(versions)}; nothing was run")
         outcomes = compile_kernels(args, target)
         failed = [outcome for outcome in outcomes if table.broken(outcome, target)]
-        print(f"{len(outcomes) - len(failed)} of {len(outcomes)} within their limits")
+        fit = [outcome for outcome in outcomes if outcome.fits]
+        print(f"{len(fit) - len(failed)} of the {len(fit)} that fit are within their limits")
         if args.json is not None:
             cases = [outcome.to_json() for outcome in outcomes]
             figures = {"target": target.name, "compiler": versions, "cases": cases}

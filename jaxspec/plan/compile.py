@@ -60,7 +60,7 @@ class Compiler:
         hung = process.poll() is None and answer is None
         words = f"not done within {timeout:g} s" if hung else self._last_words(process)
         self._stop()
-        return Outcome(job, False, words, seconds)
+        return Outcome(job, False, words, seconds=seconds)
 
     def _start(self) -> subprocess.Popen[bytes]:
         folder = Path(self._folder.name)

@@ -9,7 +9,7 @@ CONTEXTS = {"8k": 8192, "64k": 65536, "1M": 1048576}
 BATCHES = (1, 8, 64)
 BUDGET = 8  # nodes of a tree, its root included
 CHUNK = 512  # tokens of a prefill chunk
-RATIOS = (0, 4, 128)
+RATIOS = (4, 128)
 OPS = ("tree_attention", "index_topk", "grouped_matmul")
 
 
@@ -22,38 +22,40 @@ def jobs(op: str, impl: str) -> list[Job]:
     }[op](impl)
 
 
-def _blocks() -> list[tuple[str, int, int]]:
-    """Context, batch and nodes of each block."""
+def _blocks() -> list[tuple[str, int, int, str]]:
+    """Context, batch, nodes and how entries are stored."""
     trees = [(context, batch, BUDGET) for context in CONTEXTS for batch in BATCHES]
-    return [*trees, ("64k", 1, 1), ("64k", 1, CHUNK)]
-
-
-def _sizes(context: str, batch: int, nodes: int) -> dict[str, int]:
-    return {"context": CONTEXTS[context], "batch": batch, "nodes": nodes}
+    blocks = [*trees, ("64k", 1, 1), ("64k", 1, CHUNK)]
+    return [(*block, stored) for stored in ("bf16", "fp8") for block in blocks]
 
 
 def _attention_jobs(impl: str) -> list[Job]:
+    sliding = [("64k", batch, BUDGET, "bf16") for batch in BATCHES]  # whatever the context
+    sizes = [(0, *block) for block in [*sliding, ("64k", 1, CHUNK, "bf16")]]
+    sizes += [(ratio, *block) for ratio in RATIOS for block in _blocks()]
     return [
         Job(
-            f"tree_attention {layer_kind(ratio)} {context} B={batch} N={nodes}",
+            f"tree_attention {layer_kind(ratio)} {context} B={batch} N={nodes} {stored}",
             "jaxspec.plan.programs:attention_program",
-            {"ratio": ratio, **_sizes(context, batch, nodes), "impl": impl},
+            {"ratio": ratio, **_sizes(context, batch, nodes), "entry": stored, "impl": impl},
         )
-        for ratio in RATIOS
-        for context, batch, nodes in _blocks()
-        if ratio or context == "64k"  # a sliding layer's work does not depend on the context
+        for ratio, context, batch, nodes, stored in sizes
     ]
 
 
 def _index_jobs(impl: str) -> list[Job]:
     return [
         Job(
-            f"index_topk {context} B={batch} N={nodes}",
+            f"index_topk {context} B={batch} N={nodes} {stored}",
             "jaxspec.plan.programs:index_program",
-            {**_sizes(context, batch, nodes), "impl": impl},
+            {**_sizes(context, batch, nodes), "key": stored, "impl": impl},
         )
-        for context, batch, nodes in _blocks()
+        for context, batch, nodes, stored in _blocks()
     ]
+
+
+def _sizes(context: str, batch: int, nodes: int) -> dict[str, int]:
+    return {"context": CONTEXTS[context], "batch": batch, "nodes": nodes}
 
 
 def _expert_jobs(impl: str) -> list[Job]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -27,6 +28,13 @@ class Program(NamedTuple):
     function: Callable[..., Any]
     avals: tuple[Any, ...]
     traffic: Traffic | None = None
+
+    @property
+    def operand_bytes(self) -> int:
+        """Bytes of all operands."""
+        import jax
+
+        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.avals))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +75,7 @@ class Outcome:
     job: Job
     compiles: bool
     words: str = ""
+    fits: bool = True  # the operands into the device's memory; if not, nothing was compiled
     seconds: float = 0.0
     kernels: tuple[Kernel, ...] = ()
     argument_bytes: int = 0

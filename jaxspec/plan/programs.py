@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import jax.numpy as jnp
@@ -13,9 +14,10 @@ from jaxspec.plan.program import Program
 from jaxspec.resources import packaged_config
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.index_topk import index_topk
-from pallas_kernels.index_topk.op import IndexKeys
+from pallas_kernels.index_topk.op import IndexKeys, PackedKeys
 from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.op import Committed, Own
+from pallas_kernels.tree_attention.op import Committed, Fp8Entries, Own
+from pallas_kernels.tree_attention.sources import FP8_GROUP
 
 
 def flash() -> ModelConfig:
@@ -23,16 +25,17 @@ def flash() -> ModelConfig:
     return read_model_toml(packaged_config("model/flash.toml"))
 
 
-def _bf16(*shape: int) -> Any:
-    return ShapeDtypeStruct(shape, jnp.bfloat16)
+def _array(dtype: Any, *shape: int) -> Any:
+    return ShapeDtypeStruct(shape, dtype)  # stands for an array wherever one is asked for
 
 
-def _int32(*shape: int) -> Any:
-    return ShapeDtypeStruct(shape, jnp.int32)
+_bf16 = partial(_array, jnp.bfloat16)
+_int32 = partial(_array, jnp.int32)
+_float32 = partial(_array, jnp.float32)
 
 
 def _bits(batch: int, nodes: int, size: int) -> Any:
-    return ShapeDtypeStruct((batch, nodes, -(-size // 32)), jnp.uint32)
+    return _array(jnp.uint32, batch, nodes, -(-size // 32))
 
 
 def _own_entries(nodes: int, ratio: int) -> int:
@@ -40,53 +43,78 @@ def _own_entries(nodes: int, ratio: int) -> int:
     return nodes if nodes <= BUDGET else -(-nodes // ratio) + 1
 
 
-def attention_program(*, ratio: int, context: int, batch: int, nodes: int, impl: str) -> Program:
-    """Attention of one layer over a committed context; `nodes > BUDGET` is a chunk of a chain."""
+def _entries(batch: int, capacity: int, entry: str) -> Any:
+    """Compressed entries in bfloat16, or as the release rounds them."""
+    cfg = flash()
+    if entry == "bf16":
+        return _bf16(batch, capacity, cfg.head_dim)
+    rounded = cfg.head_dim - cfg.qk_rope_head_dim
+    groups = -(-rounded // FP8_GROUP)
+    return Fp8Entries(
+        _array(jnp.float8_e4m3fn, batch, capacity, rounded),
+        _array(jnp.uint8, batch, capacity, groups),
+        _bf16(batch, capacity, cfg.qk_rope_head_dim),
+    )
+
+
+def attention_program(
+    *, ratio: int, context: int, batch: int, nodes: int, entry: str, impl: str
+) -> Program:
+    """Attention of one layer over a committed context; `nodes > BUDGET` is a chunk of a chain.
+
+    `entry` is `bf16` or `fp8`.
+    """
     cfg = flash()
     heads, dim, window = cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
-    is_tree = nodes <= BUDGET
-    committed = Committed(_bf16(batch, window, dim), _int32(batch), ratio=ratio)
-    own = Own(
-        _bf16(batch, nodes, dim),
-        _int32(batch, nodes),
-        _bits(batch, nodes, nodes) if is_tree else None,
-    )
+    bits = _bits(batch, nodes, nodes) if nodes <= BUDGET else None
+    committed = Committed(_bf16(batch, window, dim), _int32(batch))
+    own = Own(_bf16(batch, nodes, dim), _int32(batch, nodes), bits)
+    static: dict[str, Any] = {"ratio": ratio, "topk": 0}
     if ratio:
-        capacity, entries = context // ratio, _own_entries(nodes, ratio)
-        chosen = _bits(batch, nodes, capacity) if layer_kind(ratio) == "csa" else None
-        committed = committed._replace(entries=_bf16(batch, capacity, dim), selected=chosen)
-        own = own._replace(
-            entries=_bf16(batch, entries, dim), entry_bits=_bits(batch, nodes, entries)
-        )
+        capacity, count = context // ratio, _own_entries(nodes, ratio)
+        committed = committed._replace(entries=_entries(batch, capacity, entry))
+        if layer_kind(ratio) == "csa":
+            static["topk"] = cfg.index_topk
+            committed = committed._replace(selected=_bits(batch, nodes, capacity))
+        entry_bits = _bits(batch, nodes, count)
+        own = own._replace(entries=_bf16(batch, count, dim), entry_bits=entry_bits)
+    arrays = {name: x for name, x in committed._asdict().items() if name not in static}
 
     def run(q: Array, sink: Array, arrays: dict[str, Any], own: Own, position: Array) -> Array:
-        there = Committed(**arrays, ratio=ratio)  # static, no operand
+        there = Committed(**arrays, **static)
         return tree_attention(q, sink, there, own, position=position, impl=impl)
 
-    sink = ShapeDtypeStruct((heads,), jnp.float32)
-    q = _bf16(batch, nodes, heads, dim)
-    arrays = committed._asdict()
-    del arrays["ratio"]
-    avals = (q, sink, arrays, own, _int32(batch, nodes))
-    return Program(run, avals)
+    q, sink = _bf16(batch, nodes, heads, dim), _float32(heads)
+    return Program(run, (q, sink, arrays, own, _int32(batch, nodes)))
 
 
-def index_program(*, context: int, batch: int, nodes: int, impl: str) -> Program:
-    """The indexer's selection of one CSA layer."""
+def _keys(batch: int, count: int, key: str) -> Any:
+    """The indexer's keys in bfloat16, or as the release rounds them."""
+    dim = flash().index_head_dim
+    if key == "bf16":
+        return _bf16(batch, count, dim)
+    return PackedKeys(
+        _array(jnp.float8_e4m3fn, batch, count, dim),
+        _array(jnp.float8_e8m0fnu, batch, count),
+    )
+
+
+def index_program(*, context: int, batch: int, nodes: int, key: str, impl: str) -> Program:
+    """The indexer's selection of one CSA layer; `key` is `bf16` or `fp8`."""
     cfg = flash()
     heads, dim = cfg.index_n_heads, cfg.index_head_dim
     own = _own_entries(nodes, CSA_RATIO)
     entries = IndexKeys(
-        _bf16(batch, context // CSA_RATIO, dim),
+        _keys(batch, context // CSA_RATIO, key),
         _int32(batch),
-        _bf16(batch, own, dim),
+        _keys(batch, own, key),
         _bits(batch, nodes, own),
     )
 
     def run(q: Array, weight: Array, entries: IndexKeys) -> tuple[Array, Array]:
         return index_topk(q, weight, entries, topk=cfg.index_topk, impl=impl)
 
-    weight = ShapeDtypeStruct((batch, nodes, heads), jnp.float32)
+    weight = _float32(batch, nodes, heads)
     return Program(run, (_bf16(batch, nodes, heads, dim), weight, entries))
 
 
@@ -100,5 +128,5 @@ def expert_program(*, rows: int, impl: str) -> Program:
         return grouped_matmul(x, w1, w3, w2, *routing, limit=cfg.swiglu_limit, impl=impl)
 
     up, down = _bf16(experts, inner, width), _bf16(experts, width, inner)
-    routing = _int32(rows, choices), ShapeDtypeStruct((rows, choices), jnp.float32)
+    routing = _int32(rows, choices), _float32(rows, choices)
     return Program(run, (_bf16(rows, width), up, up, down, routing))

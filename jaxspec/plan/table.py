@@ -10,7 +10,9 @@ BOUND_BY_MEMORY = ("tree_attention", "index_topk")
 
 
 def broken(outcome: Outcome, target: Target) -> list[str]:
-    """The limits that an outcome breaks, in words."""
+    """The limits that an outcome breaks, in words; what is larger than the device breaks none."""
+    if not outcome.fits:
+        return []
     if not outcome.compiles:
         return ["does not compile"]
     found = []
@@ -32,6 +34,8 @@ def broken(outcome: Outcome, target: Target) -> list[str]:
 
 def describe(outcome: Outcome, target: Target) -> str:
     """A line for the program and one for each of its kernels."""
+    if not outcome.fits:
+        return f"{outcome.job.name}: not for this device: {outcome.words}"
     if not outcome.compiles:
         return f"{outcome.job.name}: compiles no: {outcome.words}"
     parts = [f"compiles yes in {outcome.seconds:.1f} s"]

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from jaxspec.plan import dumps
+from jaxspec.plan import dumps, table
 from jaxspec.plan.program import Job, Outcome, Program
 from jaxspec.plan.targets import TARGETS, Target, devices
 
@@ -37,15 +37,22 @@ def _device(target: Target) -> Any:
     return devices(target)[0]
 
 
+def _too_much(operands: int, target: Target) -> str:
+    there = table.size(target.memory)
+    return f"its operands take {table.size(operands)}, more than the device's {there}"
+
+
 def run(job: Job, target: Target, dump: Path) -> Outcome:
     """Builds and compiles one job; what Python or the compiler raises becomes words."""
     start = time.perf_counter()
     try:
         program = job.build()
+        if program.operand_bytes > target.memory:
+            return Outcome(job, False, _too_much(program.operand_bytes, target), fits=False)
         compiled = compile_program(program, _device(target))
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
-        return Outcome(job, False, words, time.perf_counter() - start)
+        return Outcome(job, False, words, seconds=time.perf_counter() - start)
     seconds = time.perf_counter() - start
     memory, hlo = compiled.memory_analysis(), compiled.as_text()
     if target.kind == "tpu":
