@@ -22,6 +22,7 @@ class Bucket(NamedTuple):
     device: str  # as JAX names its kind
     up_to: Mapping[str, int]  # a size that is not named may be anything
     choose: Mapping[str, int]  # keyword arguments of the kernel
+    source: str  # what the choice rests on, in words
 
     def holds(self, device: str, sizes: Mapping[str, int]) -> bool:
         """Whether a call belongs to this bucket."""
@@ -67,8 +68,9 @@ def _bucket(op_name: str, row: dict[str, Any]) -> Bucket:
     _check_names(f"key of {op_name}", row, Bucket._fields)
     if lacking := [key for key in Bucket._fields if key not in row]:
         raise ValueError(f"a bucket of {op_name} lacks {', '.join(lacking)}")
-    if not isinstance(row["device"], str) or not row["device"]:
-        raise ValueError(f"device of {op_name} must be the name of a kind, not {row['device']!r}")
+    for key in ("device", "source"):
+        if not isinstance(row[key], str) or not row[key]:
+            raise ValueError(f"{key} of {op_name} must be text, not {row[key]!r}")
     for key in ("up_to", "choose"):
         numbers = row[key]
         if not isinstance(numbers, dict) or not all(map(_is_count, numbers.values())):

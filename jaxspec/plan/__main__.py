@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
-import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+from jaxspec import report
 from jaxspec.errors import UsageError
 from jaxspec.plan import table
 from jaxspec.plan.compile import TIMEOUT, compile_all
@@ -76,8 +76,8 @@ def prepare(argv: Sequence[str]) -> tuple[argparse.Namespace, Target]:
         args.timeout = -1.0
     if not args.timeout > 0:
         raise UsageError("--timeout must be a number of seconds above 0")
-    if args.json is not None and not args.json.parent.is_dir():
-        raise UsageError(f"--json {args.json}: there is no directory {args.json.parent}")
+    if args.json is not None:
+        report.check_writable(args.json)
     return args, require(args.target)
 
 
@@ -108,7 +108,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.json is not None:
             cases = [outcome.to_json() for outcome in outcomes]
             figures = {"target": target.name, "compiler": versions, "cases": cases}
-            args.json.write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
+            report.write_json(args.json, figures)
         return int(bool(failed))
     except UsageError as error:
         print("jaxspec.plan: " + " ".join(str(error).split()), file=sys.stderr)

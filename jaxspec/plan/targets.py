@@ -22,6 +22,7 @@ class Target:
 
     name: str
     kind: Literal["tpu", "gpu"]
+    device_kind: str  # as JAX names it
     memory: int  # bytes of the device
     bandwidth: float  # bytes/s of its memory
     topology: str = ""
@@ -34,7 +35,6 @@ class Target:
 class GpuFacts:
     """What XLA asks about a GPU, from NVIDIA's data sheets."""
 
-    description: str
     capability: tuple[int, int]
     cores: int
     l2: int  # bytes
@@ -42,7 +42,7 @@ class GpuFacts:
     shared_memory: int = 232448  # bytes a block may ask for
     shared_memory_core: int = 233472
 
-    def textproto(self, memory: int, bandwidth: float) -> str:
+    def textproto(self, device_kind: str, memory: int, bandwidth: float) -> str:
         """XLA's GpuTargetConfig in protobuf's text format."""
         major, minor = self.capability
         return f"""
@@ -59,17 +59,20 @@ class GpuFacts:
               device_memory_size: {memory}  memory_bandwidth: {round(bandwidth)}
             }}
             platform_name: "CUDA"
-            device_description_str: "{self.description}"
+            device_description_str: "{device_kind}"
             runtime_version {{ major: 13 minor: 0 patch: 0 }}
             dnn_version_info {{ major: 9 minor: 10 }}
         """
 
 
-def _tpu(name: str, topology: str, hbm: tuple[float, float], vmem: tuple[int, int]) -> Target:
+def _tpu(
+    name: str, device_kind: str, topology: str, hbm: tuple[float, float], vmem: tuple[int, int]
+) -> Target:
     """`hbm` in GiB and GB/s, `vmem` in MiB: default and limit."""
     return Target(
         name,
         "tpu",
+        device_kind,
         memory=round(hbm[0] * 2**30),
         bandwidth=hbm[1] * 1e9,
         topology=topology,
@@ -78,18 +81,18 @@ def _tpu(name: str, topology: str, hbm: tuple[float, float], vmem: tuple[int, in
     )
 
 
-_H100 = GpuFacts("NVIDIA H100 80GB HBM3", (9, 0), cores=132, l2=50 * MIB, clock_ghz=1.98)
-_H200 = dataclasses.replace(_H100, description="NVIDIA H200", l2=60 * MIB)
+_H100 = GpuFacts((9, 0), cores=132, l2=50 * MIB, clock_ghz=1.98)
+_H200 = dataclasses.replace(_H100, l2=60 * MIB)
 
 TARGETS = {
     target.name: target
     for target in (
-        _tpu("v5e", "v5e:2x2", (15.75, 819), (16, 128)),
-        _tpu("v5p", "v5p:2x2x1", (95, 2765), (16, 64)),
-        _tpu("v6e", "v6e:2x2", (31.25, 1640), (32, 128)),
-        _tpu("7x", "tpu7x:2x2x1", (96, 3690), (32, 64)),
-        Target("h100", "gpu", 80 * 2**30, 3.35e12, gpu=_H100),
-        Target("h200", "gpu", 141 * 10**9, 4.8e12, gpu=_H200),
+        _tpu("v5e", "TPU v5 lite", "v5e:2x2", (15.75, 819), (16, 128)),
+        _tpu("v5p", "TPU v5", "v5p:2x2x1", (95, 2765), (16, 64)),
+        _tpu("v6e", "TPU v6 lite", "v6e:2x2", (31.25, 1640), (32, 128)),
+        _tpu("7x", "TPU7x", "tpu7x:2x2x1", (96, 3690), (32, 64)),
+        Target("h100", "gpu", "NVIDIA H100 80GB HBM3", 80 * 2**30, 3.35e12, gpu=_H100),
+        Target("h200", "gpu", "NVIDIA H200", 141 * 10**9, 4.8e12, gpu=_H200),
     )
 }
 """By name. A device of 7x is one of the two cores of a chip, with half of its memory."""
@@ -102,7 +105,7 @@ def devices(target: Target) -> list[Any]:
     if target.gpu is None:
         found = topologies.get_topology_desc(platform="tpu", topology_name=target.topology)
     else:
-        config = target.gpu.textproto(target.memory, target.bandwidth)
+        config = target.gpu.textproto(target.device_kind, target.memory, target.bandwidth)
         found = topologies.get_topology_desc(
             platform="cuda", topology_name=target.name, topology="1x1x1", target_config=config
         )

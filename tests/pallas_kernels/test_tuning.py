@@ -8,7 +8,7 @@ import pytest
 from pallas_kernels import dispatch, grouped_matmul, index_topk, tree_attention, tuning
 from tests.pallas_kernels.test_dispatch import DEVICES, compiling_for
 
-ROW = '[[index_topk]]\ndevice = "TPU v6 lite"\n'
+ROW = '[[index_topk]]\ndevice = "TPU v6 lite"\nsource = "a test"\n'
 GOOD = ROW + "up_to = { nodes = 8 }\nchoose = { tile = 64 }\n"
 OPS = {"tree_attention": tree_attention, "index_topk": index_topk, "grouped_matmul": grouped_matmul}
 
@@ -25,7 +25,7 @@ OPS = {"tree_attention": tree_attention, "index_topk": index_topk, "grouped_matm
         (GOOD.replace("64", "0"), "whole numbers above 0"),
         (GOOD.replace("64", "true"), "whole numbers above 0"),
         (GOOD.replace("64", '"64"'), "whole numbers above 0"),
-        (GOOD.replace('"TPU v6 lite"', "6"), "must be the name of a kind"),
+        (GOOD.replace('"TPU v6 lite"', "6"), "device of index_topk must be text"),
     ],
 )
 def test_a_wrong_file_is_refused(text: str, words: str) -> None:
