@@ -81,14 +81,14 @@ class Node(NamedTuple):
 
     order: Any  # [words, 32]
     out: Any  # [words]
-    count: Array  # orders that are written
+    written: Array  # how many orders are
     scratch: Scratch
     groups: int
 
     @property
     def blocks(self) -> Array:
         """Blocks of this warpgroup."""
-        every = (self.count + BLOCK - 1) // BLOCK
+        every = (self.written + BLOCK - 1) // BLOCK
         return (every - lax.axis_index("group") + self.groups - 1) // self.groups
 
     def block(self, i: Array) -> tuple[Array, Array, Any]:
@@ -97,7 +97,7 @@ class Node(NamedTuple):
         lines = pl.ds(line, LINES)
         index = line * WORD + _place()
         values = load(self.order, (lines, slice(None)), MATRIX)
-        return jnp.where(index < self.count, values, jnp.uint32(0)), index, lines
+        return jnp.where(index < self.written, values, jnp.uint32(0)), index, lines
 
     def counts(self, holds: Callable[[Array, Array], list[Array]]) -> list[Array]:
         """How many orders pass each of some tests on (orders, indices)."""
@@ -189,6 +189,7 @@ def _place() -> Array:
 
 def load(ref: Any, index: Any, layout: Any) -> Array:
     """Reads global memory straight into the layout of a wgmma."""
-    if "idx" in inspect.signature(plgpu.load).parameters:  # jax before 0.11
-        return plgpu.load(ref, index, layout=layout, optimized=False)
-    return plgpu.load(ref.at[index], layout=layout, optimized=False)
+    read: Any = plgpu.load
+    if "idx" in inspect.signature(read).parameters:  # jax before 0.11
+        return read(ref, index, layout=layout, optimized=False)
+    return read(ref.at[index], layout=layout, optimized=False)
