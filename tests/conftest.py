@@ -7,6 +7,9 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# XLA's pool of threads: a warpgroup that waits in the interpreter of GPU kernels holds one of them,
+# and with no more threads than warpgroups nothing ever arrives.
+os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxspec")
 

@@ -32,12 +32,13 @@ def tree_attention(
     *,
     position: Array,
     splits: int = 0,
+    mode: str = "auto",
     interpret: Any = None,
 ) -> Array:
     """See `op.tree_attention`, whose arguments these are.
 
-    Only tiles of 64 keys are read of which some node of the 64 rows sees a key, so that far apart
-    selections (CSA) cost what they touch; nothing is fetched row by row.
+    Only tiles of 64 keys are read of which some node of the 64 rows sees a key. Where a selection
+    is few of many entries, what is selected is gathered first.
 
     Args:
         q: queries, bfloat16.
@@ -49,6 +50,7 @@ def tree_attention(
         position: positions of the queries.
         splits: blocks of threads that share the keys of 64 rows, static; 0: as many as occupy the
             device.
+        mode: plan for selected entries, static: `stream`, `gather`, or `auto` by capacity.
         interpret: what `plgpu.kernel` takes, static.
 
     Raises:
@@ -59,7 +61,7 @@ def tree_attention(
     committed = _readable(committed)
     _check(q, committed, own)
     batch, nodes, heads, width = q.shape
-    tiles = tiles_of(committed, own, position)
+    tiles = tiles_of(committed, own, position, mode)
     padded = padded_heads(heads)
     rows = [(0, 0), (0, -nodes % max(1, TILE // padded))]
     words = jnp.pad(tiles.words, [*rows, (0, 0)])

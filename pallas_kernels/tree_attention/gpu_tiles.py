@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, warpgroups
+from pallas_kernels.tree_attention.gpu_union import gathers, union
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 
 WORD = 32
@@ -38,7 +39,7 @@ class Lists(NamedTuple):
     counts: Array  # [B R / 64] int32
 
 
-def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
+def tiles_of(committed: Committed, own: Own, position: Array, mode: str) -> Tiles:
     """Ring, own rows, entries and own entries of a call, each padded to whole tiles by bits."""
     window, rows = committed.ring.shape[1], own.rows.shape[1]
     oldest = position[..., None] - window
@@ -54,17 +55,11 @@ def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
     words = [_pack(ring), mine]
     valid = [_pack(held >= 0), _any(mine)]
     if committed.entries is not None:
-        capacity = rows_of(committed.entries)
-        there = _below(
-            jnp.minimum(committed.length // committed.ratio, capacity), -(-capacity // WORD)
-        )
-        mine = own.entry_bits & _below(jnp.array([own.entries.shape[1]]), own.entry_bits.shape[2])
-        every = (
-            there[:, None] if committed.selected is None else there[:, None] & committed.selected
-        )
-        sources += [committed.entries, own.entries]
-        words += [jnp.broadcast_to(every, (*position.shape, there.shape[1])), mine]
-        valid += [there, _any(mine)]
+        entries, every, there = _entries(committed, position.shape[1], mode)
+        ours = own.entry_bits & _below(jnp.array([rows_of(own.entries)]), own.entry_bits.shape[2])
+        sources += [entries, own.entries]
+        words += [every, ours]
+        valid += [there, _any(ours)]
     starts, padded = [0], []
     for source in sources:
         starts.append(starts[-1] + -(-rows_of(source) // TILE))
@@ -78,6 +73,21 @@ def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
         jnp.concatenate(padded[:count], axis=-1),
         jnp.concatenate(padded[count:], axis=-1),
     )
+
+
+def _entries(committed: Committed, nodes: int, mode: str) -> tuple[Any, Array, Array]:
+    """Committed entries or the union of those selected; who sees what; what holds anything."""
+    capacity = rows_of(committed.entries)
+    count = jnp.minimum(committed.length // committed.ratio, capacity)
+    there = _below(count, -(-capacity // WORD))
+    every = jnp.broadcast_to(there[:, None], (there.shape[0], nodes, there.shape[1]))
+    if committed.selected is not None:
+        every = every & committed.selected
+    if not gathers(committed, nodes, mode):
+        return committed.entries, every, there
+    found = union(committed, every)
+    words = _pack(found.seen)
+    return found.entries, words, _below(found.held, words.shape[-1])
 
 
 def lists_of(words: Array, heads: int) -> Lists:

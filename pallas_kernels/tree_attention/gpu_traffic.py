@@ -10,7 +10,14 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.tree_attention.gpu_layout import TILE
-from pallas_kernels.tree_attention.gpu_tiles import WORD, default_splits, padded_heads, unpacks
+from pallas_kernels.tree_attention.gpu_tiles import (
+    WORD,
+    default_splits,
+    padded_heads,
+    rows_of,
+    unpacks,
+)
+from pallas_kernels.tree_attention.gpu_union import gathers
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 
 
@@ -22,6 +29,7 @@ def traffic(
     *,
     position: Array,
     splits: int = 0,
+    mode: str = "auto",
 ) -> tuple[int, int, int]:
     """Bytes that a call reads and writes, and the fewest that any kernel could move.
 
@@ -51,10 +59,15 @@ def traffic(
         least += int(seen.sum()) * entry
         in_place = isinstance(committed.entries, Fp8Entries) and unpacks(committed.entries)
         touched = np.minimum(touched, capacity)
+        if gathers(committed, nodes, mode):  # read and written by XLA, then read by the kernel
+            touched, capacity = seen, min(capacity, nodes * committed.topk)
+            read += batch * capacity * entry
+            written += batch * capacity * entry
+            tiles += -(-capacity // TILE) - -(-rows_of(committed.entries) // TILE)
         read += int(touched.sum()) * (entry if in_place else 2 * width)
         if in_place:  # scales are turned first
-            read += _bytes(committed.entries.scale)
-            written += _bytes(committed.entries.scale)
+            read += batch * capacity * committed.entries.scale.shape[-1]
+            written += batch * capacity * committed.entries.scale.shape[-1]
         elif entry != 2 * width:  # brought to bfloat16 first, all of them
             read += batch * capacity * entry
             written += batch * capacity * 2 * width

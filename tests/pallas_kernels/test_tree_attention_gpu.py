@@ -18,7 +18,7 @@ interpreted = pytest.mark.skipif(
     reason="this jax's interpreter of GPU kernels transposes no operand of wgmma; 0.12's does",
 )
 HELD = [case for case in CASES if case.dtype == "bfloat16"]
-QUICK = ("sliding-tree", "hca-one-entry", "csa-few-entries", "flash-hca")
+QUICK = ("sliding-tree", "hca-one-entry", "csa-few-entries", "csa-decode", "flash-hca")
 BY_NAME = {str(case): case for case in HELD}
 
 
@@ -54,6 +54,14 @@ def test_every_case_agrees_with_the_definition(case: Case) -> None:
 @pytest.mark.parametrize("splits", [1, 2, 5, 64])
 def test_splits_change_nothing_even_where_some_have_no_key(splits: int) -> None:
     hold(BY_NAME["csa-stream-bfloat16"], splits=splits)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "gather"])
+@pytest.mark.parametrize("name", ["csa-stream-bfloat16", "csa-gather-fp8", "chain-csa-bfloat16"])
+def test_either_plan_agrees_with_the_definition(name: str, mode: str) -> None:
+    hold(BY_NAME[name], mode=mode)
 
 
 @interpreted
