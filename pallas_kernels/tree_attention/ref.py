@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-if TYPE_CHECKING:
-    from pallas_kernels.tree_attention.op import Committed, Own
+from pallas_kernels.tree_attention.forms import plain, quantise
+from pallas_kernels.tree_attention.sources import Committed, Own
+
+__all__ = ["bits", "quantise", "ring_positions", "tree_attention"]
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -81,13 +83,14 @@ def _entry_sources(q: Array, committed: Committed, own: Own) -> list[Source]:
     if committed.entries is None:
         return []
     batch, nodes = q.shape[:2]
-    capacity = committed.entries.shape[1]
+    entries = plain(committed.entries, q.dtype)
+    capacity = entries.shape[1]
     there = jnp.arange(capacity) < (committed.length // committed.ratio)[:, None]
     mask = jnp.broadcast_to(there[:, None], (batch, nodes, capacity))
     if committed.selected is not None:
         mask = mask & bits(committed.selected, capacity)
     own_mask = bits(own.entry_bits, own.entries.shape[1])
-    return [_source(q, committed.entries, mask), _source(q, own.entries, own_mask)]
+    return [_source(q, entries, mask), _source(q, own.entries, own_mask)]
 
 
 def tree_attention(
