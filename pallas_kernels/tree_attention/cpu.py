@@ -7,22 +7,12 @@ only one, does not pay for their capacity.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.tree_attention import ref
 from pallas_kernels.tree_attention.ref import Source
 from pallas_kernels.tree_attention.sources import Committed, Own
-
-
-class Partial(NamedTuple):
-    """A softmax over some of the keys: its maximum, denominator and weighted sum."""
-
-    top: Array  # [B, N, H, 1]
-    total: Array  # [B, N, H, 1]
-    out: Array  # [B, N, H, K]
 
 
 def tree_attention(
@@ -36,39 +26,20 @@ def tree_attention(
 
 def chain_attention(q: Array, sink: Array, committed: Committed, own: Own) -> Array:
     """Attention of a chain longer than the window, whose positions need not be told."""
-    none = jnp.broadcast_to(sink[:, None], (*q.shape[:3], 1))
-    partial = Partial(none, jnp.ones_like(none), jnp.zeros(q.shape, jnp.float32))
-    sources = [_raw_source(q, committed, own)]
-    if committed.entries is not None:
-        partial = _fold_entries(q, committed, partial)
-        mask = ref.bits(own.entry_bits, own.entries.shape[1])
-        sources.append(ref.source(q, own.entries, mask))
-    partial = _fold(partial, sources)
-    return partial.out / partial.total
 
+    def attend(entries: bool) -> Array:
+        sources = [_raw_source(q, committed, own)]
+        if entries:
+            sources.append(ref.committed_source(q, committed))
+        if own.entries is not None:
+            mask = ref.bits(own.entry_bits, own.entries.shape[1])
+            sources.append(ref.source(q, own.entries, mask))
+        return ref.blend(sources, sink)
 
-def _fold(partial: Partial, sources: list[Source]) -> Partial:
-    """The softmax over these sources too."""
-    top = partial.top
-    for source in sources:
-        top = jnp.maximum(top, source.scores.max(-1, keepdims=True))
-    keep = jnp.exp(partial.top - top)
-    total, out = partial.total * keep, partial.out * keep
-    for source in sources:
-        weight = jnp.exp(source.scores - top)
-        total = total + weight.sum(-1, keepdims=True)
-        out = out + source.sum(weight)
-    return Partial(top, total, out)
-
-
-def _fold_entries(q: Array, committed: Committed, partial: Partial) -> Partial:
-    """The softmax over the committed entries too, if any sequence has one."""
+    if committed.entries is None:
+        return attend(entries=False)
     held = committed.length // committed.ratio
-
-    def fold() -> Partial:
-        return _fold(partial, [ref.committed_source(q, committed)])
-
-    return lax.cond(held.max() > 0, fold, lambda: partial)
+    return lax.cond(held.max() > 0, lambda: attend(entries=True), lambda: attend(entries=False))
 
 
 def _raw_source(q: Array, committed: Committed, own: Own) -> Source:

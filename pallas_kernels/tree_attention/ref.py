@@ -62,7 +62,7 @@ def weighted_sum(keys: Array, weight: Array) -> Array:
     )
 
 
-def _blend(sources: list[Source], sink: Array) -> Array:
+def blend(sources: list[Source], sink: Array) -> Array:
     """One softmax over all sources and the sink; the mean of the keys under it.
 
     The sum is divided instead of the weights: it is smaller.
@@ -106,4 +106,4 @@ def tree_attention(
     if committed.entries is not None:
         entry_mask = bits(own.entry_bits, own.entries.shape[1])
         sources += [committed_source(q, committed), source(q, own.entries, entry_mask)]
-    return _blend(sources, sink)
+    return blend(sources, sink)
