@@ -14,7 +14,7 @@ MARGIN_PLACE = 1
 
 
 class Decoder:
-    """Gives each request its own tokens; runs of a method in `wrong` change the token at place 1."""
+    """Gives each request its own tokens; runs that are in `wrong` change the token at place 1."""
 
     def __init__(self) -> None:
         self.wrong: set[tuple[str, int]] = set()
