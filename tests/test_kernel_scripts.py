@@ -54,8 +54,9 @@ def test_calls_are_timed_beside_their_floor(monkeypatch) -> None:
             raise MemoryError("too\nlarge")
         return lambda: None
 
-    def count(op_name, impl, *arguments, **keywords):
+    def count(op_name, impl, sizes, *arguments, **keywords):
         assert (op_name, impl, keywords) == ("grouped_matmul", "tpu", {"limit": 2.0})
+        assert (sizes, arguments) == ({"rows": 1}, trial.arrays)
         return Traffic(read=3000, written=0, fewest=2000)
 
     monkeypatch.setattr(kernel_trials.Trial, "compile", compile)

@@ -11,6 +11,7 @@ from jax import Array, ShapeDtypeStruct
 from jaxspec.config import CSA_RATIO, ModelConfig, layer_kind, read_model_toml
 from jaxspec.plan.kernels import BUDGET
 from jaxspec.plan.program import Program
+from jaxspec.plan.traffic import count
 from jaxspec.resources import packaged_config
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.index_topk import index_topk
@@ -71,31 +72,34 @@ def attention_program(
     own = Own(_bf16(batch, nodes, dim), _int32(batch, nodes), bits)
     static: dict[str, Any] = {"ratio": ratio, "topk": 0}
     if ratio:
-        capacity, count = context // ratio, _own_entries(nodes, ratio)
+        capacity, ends = context // ratio, _own_entries(nodes, ratio)
         committed = committed._replace(entries=_entries(batch, capacity, entry))
         if layer_kind(ratio) == "csa":
             static["topk"] = cfg.index_topk
             committed = committed._replace(selected=_bits(batch, nodes, capacity))
-        entry_bits = _bits(batch, nodes, count)
-        own = own._replace(entries=_bf16(batch, count, dim), entry_bits=entry_bits)
+        entry_bits = _bits(batch, nodes, ends)
+        own = own._replace(entries=_bf16(batch, ends, dim), entry_bits=entry_bits)
     arrays = {name: x for name, x in committed._asdict().items() if name not in static}
 
     def run(q: Array, sink: Array, arrays: dict[str, Any], own: Own, position: Array) -> Array:
         there = Committed(**arrays, **static)
         return tree_attention(q, sink, there, own, position=position, impl=impl)
 
-    q, sink = _bf16(batch, nodes, heads, dim), _float32(heads)
-    return Program(run, (q, sink, arrays, own, _int32(batch, nodes)))
+    q, sink, position = _bf16(batch, nodes, heads, dim), _float32(heads), _int32(batch, nodes)
+    sizes = {"batch": batch, "nodes": nodes, "entries": context // ratio if ratio else 0}
+    there = committed._replace(**static)
+    moved = partial(count, "tree_attention", impl, sizes, q, sink, there, own, position=position)
+    return Program(run, (q, sink, arrays, own, position), moved)
 
 
-def _keys(batch: int, count: int, key: str) -> Any:
+def _keys(batch: int, size: int, key: str) -> Any:
     """The indexer's keys in bfloat16, or as the release rounds them."""
     dim = flash().index_head_dim
     if key == "bf16":
-        return _bf16(batch, count, dim)
+        return _bf16(batch, size, dim)
     return PackedKeys(
-        _array(jnp.float8_e4m3fn, batch, count, dim),
-        _array(jnp.float8_e8m0fnu, batch, count),
+        _array(jnp.float8_e4m3fn, batch, size, dim),
+        _array(jnp.float8_e8m0fnu, batch, size),
     )
 
 
@@ -114,8 +118,10 @@ def index_program(*, context: int, batch: int, nodes: int, key: str, impl: str) 
     def run(q: Array, weight: Array, entries: IndexKeys) -> tuple[Array, Array]:
         return index_topk(q, weight, entries, topk=cfg.index_topk, impl=impl)
 
-    weight = _float32(batch, nodes, heads)
-    return Program(run, (_bf16(batch, nodes, heads, dim), weight, entries))
+    q, weight = _bf16(batch, nodes, heads, dim), _float32(batch, nodes, heads)
+    sizes = {"batch": batch, "nodes": nodes, "entries": context // CSA_RATIO}
+    moved = partial(count, "index_topk", impl, sizes, q, weight, entries, topk=cfg.index_topk)
+    return Program(run, (q, weight, entries), moved)
 
 
 def expert_program(*, rows: int, impl: str) -> Program:
@@ -128,5 +134,8 @@ def expert_program(*, rows: int, impl: str) -> Program:
         return grouped_matmul(x, w1, w3, w2, *routing, limit=cfg.swiglu_limit, impl=impl)
 
     up, down = _bf16(experts, inner, width), _bf16(experts, width, inner)
-    routing = _int32(rows, choices), _float32(rows, choices)
-    return Program(run, (_bf16(rows, width), up, up, down, routing))
+    x, routing = _bf16(rows, width), (_int32(rows, choices), _float32(rows, choices))
+    kernel_arguments = x, (up, up, down), (*routing, _array(jnp.bool_, rows))
+    sizes = {"rows": rows}
+    moved = partial(count, "grouped_matmul", impl, sizes, *kernel_arguments, limit=cfg.swiglu_limit)
+    return Program(run, (x, up, up, down, routing), moved)

@@ -17,24 +17,25 @@ from jaxspec.plan.program import Job, Outcome, Program
 from jaxspec.plan.targets import TARGETS, Target, devices
 
 
-def compile_program(program: Program, device: Any) -> Any:
-    """Compiles for one device. The mesh tells kernels and their dispatch what they are for."""
-    import jax
+@functools.cache
+def mesh(target: Target) -> Any:
+    """One of the target's devices. The mesh tells kernels and their dispatch what they are for."""
     import numpy as np
-    from jax.sharding import Mesh, NamedSharding, PartitionSpec
+    from jax.sharding import Mesh
 
-    mesh = Mesh(np.array([device]), ("device",))
-    place = NamedSharding(mesh, PartitionSpec())
+    return Mesh(np.array(devices(target)[:1]), ("device",))
+
+
+def compile_program(program: Program) -> Any:
+    """Compiles for the device of the mesh that is set."""
+    import jax
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    place = NamedSharding(jax.sharding.get_mesh(), PartitionSpec())
     avals = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place), program.avals
     )
-    with jax.set_mesh(mesh):
-        return jax.jit(program.function).trace(*avals).lower().compile()
-
-
-@functools.cache
-def _device(target: Target) -> Any:
-    return devices(target)[0]
+    return jax.jit(program.function).trace(*avals).lower().compile()
 
 
 def _too_much(operands: int, target: Target) -> str:
@@ -44,12 +45,15 @@ def _too_much(operands: int, target: Target) -> str:
 
 def run(job: Job, target: Target, dump: Path) -> Outcome:
     """Builds and compiles one job; what Python or the compiler raises becomes words."""
+    import jax
+
     start = time.perf_counter()
     try:
         program = job.build()
         if program.operand_bytes > target.memory:
             return Outcome(job, False, _too_much(program.operand_bytes, target), fits=False)
-        compiled = compile_program(program, _device(target))
+        with jax.set_mesh(mesh(target)):
+            compiled, moved = compile_program(program), program.traffic()
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
         return Outcome(job, False, words, seconds=time.perf_counter() - start)
@@ -68,7 +72,7 @@ def run(job: Job, target: Target, dump: Path) -> Outcome:
         output_bytes=memory.output_size_in_bytes,
         temp_bytes=memory.temp_size_in_bytes,
         around=dumps.around_kernels(hlo),
-        traffic=program.traffic,
+        traffic=moved,
     )
 
 
