@@ -6,9 +6,15 @@ from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
 from pallas_kernels.tree_attention import ref
-from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
+from pallas_kernels.tree_attention.sources import (
+    Bf16Words,
+    Committed,
+    Fp8Bytes,
+    Fp8Entries,
+    Own,
+)
 
-__all__ = ["Committed", "Fp8Entries", "Own", "tree_attention"]
+__all__ = ["Bf16Words", "Committed", "Fp8Bytes", "Fp8Entries", "Own", "tree_attention"]
 
 BACKENDS: Backends = {
     "ref": ref.tree_attention,

@@ -13,7 +13,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tree_attention.sources import FP8_GROUP, Committed, Fp8Entries, Own
+from pallas_kernels.tree_attention.forms import plain, quantise
+from pallas_kernels.tree_attention.sources import Committed, Own
+
+__all__ = ["bits", "quantise", "ring_positions", "tree_attention"]
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -28,35 +31,6 @@ def ring_positions(length: Array, window: int) -> Array:
     """Position held by each ring slot, `[B]` to `[B, W]`; negative where nothing is."""
     newest = length[:, None] - 1
     return newest - (newest - jnp.arange(window)) % window
-
-
-def quantise(entries: Array, rotary: int) -> Fp8Entries:
-    """Rounds entries `[B, C, K]` to FP8, all but their last `rotary` dims.
-
-    The scale of a group is the least power of two that brings its largest value (1e-4 at the least)
-    within the 448 of e4m3; the exponent is read from the float's bits, so it is exact.
-    """
-    whole = entries[..., : entries.shape[-1] - rotary].astype(jnp.float32)
-    dims = whole.shape[-1]
-    groups = -(-dims // FP8_GROUP)
-    padded = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, groups * FP8_GROUP - dims)])
-    largest = jnp.abs(padded.reshape(*whole.shape[:-1], groups, FP8_GROUP)).max(-1)
-    fraction, exponent = jnp.frexp(jnp.maximum(largest, 1e-4) / 448)
-    exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)  # a power of two is its own bound
-    scale = jnp.repeat(jnp.ldexp(jnp.float32(1), exponent), FP8_GROUP, axis=-1)[..., :dims]
-    return Fp8Entries(
-        values=(whole / scale).astype(jnp.float8_e4m3fn),
-        scale=(exponent + 127).astype(jnp.uint8),
-        rotary=entries[..., dims:].astype(jnp.bfloat16),
-    )
-
-
-def dequantise(entries: Fp8Entries) -> Array:
-    """The values of FP8 entries, `[B, C, K]` bfloat16: exact, as a power of two scales them."""
-    exponent = jnp.repeat(entries.scale.astype(jnp.int32) - 127, FP8_GROUP, axis=-1)
-    scale = jnp.ldexp(jnp.float32(1), exponent[..., : entries.values.shape[-1]])
-    whole = entries.values.astype(jnp.float32) * scale
-    return jnp.concatenate([whole.astype(jnp.bfloat16), entries.rotary], axis=-1)
 
 
 def _seen(keys: Array, mask: Array) -> Array:
@@ -109,9 +83,7 @@ def _entry_sources(q: Array, committed: Committed, own: Own) -> list[Source]:
     if committed.entries is None:
         return []
     batch, nodes = q.shape[:2]
-    entries = committed.entries
-    if isinstance(entries, Fp8Entries):
-        entries = dequantise(entries)
+    entries = plain(committed.entries, q.dtype)
     capacity = entries.shape[1]
     there = jnp.arange(capacity) < (committed.length // committed.ratio)[:, None]
     mask = jnp.broadcast_to(there[:, None], (batch, nodes, capacity))

@@ -13,7 +13,7 @@ released models, for compilers alone. `avals(case)` gives the arguments of
 - with `topk` (CSA) a node selects at random, in all `topk` entries at the most (or all there are),
   among the committed and the own entries that it sees; bits beyond the committed entries are set
   too and mean nothing;
-- `fp8` entries are `ref.quantise`d.
+- entries are plain, or in one of the forms of `pallas_kernels.tree_attention.forms`.
 
 Tolerances: `compare` holds results to `TOLERANCE` of the dtype, a fraction of the largest absolute
 value of the expected result of a head.
@@ -28,8 +28,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels.tree_attention import ref
-from pallas_kernels.tree_attention.op import Committed, Own
+from pallas_kernels.tree_attention import forms, ref
+from pallas_kernels.tree_attention.op import Committed, Fp8Bytes, Own
 from tests.random_trees import random_parents
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2}
@@ -50,7 +50,7 @@ class Case(NamedTuple):
     rotary: int = 64
     window: int = 16
     dtype: str = "bfloat16"
-    fp8: bool = False
+    form: str = "plain"  # of the entries: plain | fp8 | bytes (FP8) | words (bfloat16)
     scratch: int = 0  # rows of the block beyond its N nodes
 
     @property
@@ -59,7 +59,7 @@ class Case(NamedTuple):
         return self.nodes if self.kind == "tree" else -(-self.nodes // self.ratio)
 
     def __str__(self) -> str:
-        return f"{self.name}-{'fp8' if self.fp8 else self.dtype}"
+        return f"{self.name}-{self.dtype if self.form == 'plain' else self.form}"
 
 
 class Arguments(NamedTuple):
@@ -106,12 +106,18 @@ SHAPES = [
 ]
 
 
-def _with_fp8(shapes: list[Case]) -> list[Case]:
-    """Every case, and those with entries in FP8 too."""
-    return [*shapes, *(case._replace(fp8=True) for case in shapes if case.capacity)]
+def _forms(shapes: list[Case], *names: str) -> list[Case]:
+    """Every case, and those with entries in other forms too."""
+    return [
+        *shapes,
+        *(case._replace(form=form) for form in names for case in shapes if case.capacity),
+    ]
 
 
-CASES = _with_fp8(SHAPES)
+CASES = _forms(SHAPES, "fp8")
+"""What every backend takes."""
+TPU_CASES = _forms(SHAPES, "bytes", "words")
+"""The forms of entries that are made for TPUs; the first of `CASES` again, in these."""
 
 
 def _released() -> list[Case]:
@@ -136,7 +142,21 @@ def _released() -> list[Case]:
     return cases
 
 
-RELEASED = _with_fp8(_released())
+RELEASED = _forms(_released(), "fp8")
+TPU_RELEASED = _forms(_released(), "bytes", "words")
+
+
+def _formed(case: Case, entries: Any, call: Callable[..., Any]) -> Any:
+    """Plain entries in the form of the case; `call(function, entries)` applies a function."""
+    if case.form == "plain":
+        return entries
+    if case.form == "words":
+        return call(forms.to_words, entries)
+    fp8 = call(lambda plain: forms.quantise(plain, case.rotary), entries)
+    if case.form == "fp8":
+        return fp8
+    rows = call(lambda values: forms.to_bytes(values).rows, fp8)
+    return Fp8Bytes(rows, case.rotary)
 
 
 def avals(case: Case) -> Arguments:
@@ -156,8 +176,7 @@ def avals(case: Case) -> Arguments:
     own = Own(array(rows, dim), array(rows, dtype=jnp.int32), bits)
     if case.ratio:
         entries: Any = array(case.capacity, dim)
-        if case.fp8:
-            entries = jax.eval_shape(lambda e: ref.quantise(e, case.rotary), entries)
+        entries = _formed(case, entries, jax.eval_shape)
         selected = words(case.capacity) if case.topk else None
         committed = committed._replace(
             entries=entries, selected=selected, ratio=case.ratio, topk=case.topk
@@ -227,9 +246,7 @@ def _with_entries(
     if case.kind == "chain":
         index = np.arange(case.own_entries)
         mine = index < (position[..., None] + 1) // case.ratio - count[..., None]
-    entries: Any = _keys(rng, case, there)
-    if case.fp8:
-        entries = ref.quantise(entries, case.rotary)
+    entries = _formed(case, _keys(rng, case, there), lambda form, keys: form(keys))
     selected = None
     if case.topk:
         old = np.broadcast_to(there[:, None], (*position.shape, case.capacity))
@@ -293,6 +310,8 @@ __all__ = [
     "CASES",
     "RELEASED",
     "TOLERANCE",
+    "TPU_CASES",
+    "TPU_RELEASED",
     "Arguments",
     "Case",
     "avals",
