@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
@@ -20,10 +22,36 @@ from pallas_kernels.tree_attention import tree_attention
 from pallas_kernels.tree_attention.op import Committed, Fp8Entries, Own
 from pallas_kernels.tree_attention.sources import FP8_GROUP
 
+OPS: dict[str, Callable[..., Any]] = {
+    "tree_attention": tree_attention,
+    "index_topk": index_topk,
+    "grouped_matmul": grouped_matmul,
+}
+"""The ops by name."""
+
 
 def flash() -> ModelConfig:
     """Facts of V4-Flash."""
     return read_model_toml(packaged_config("model/flash.toml"))
+
+
+def bind(op_name: str, impl: str, sizes: dict[str, int], function: Any, *operands: Any) -> Program:
+    """The program of a call; whole numbers among the leaves of `operands` are static.
+
+    `function` makes the same call of an op and of a kernel's count of bytes.
+    """
+    leaves, tree = jax.tree.flatten(operands)
+    arrays = tuple(leaf for leaf in leaves if not isinstance(leaf, int))
+
+    def call(*arrays: Array) -> Any:
+        rest = iter(arrays)
+        every = [leaf if isinstance(leaf, int) else next(rest) for leaf in leaves]
+        return function(partial(OPS[op_name], impl=impl), *jax.tree.unflatten(tree, every))
+
+    def traffic() -> Any:
+        return function(partial(count, op_name, impl, sizes), *operands)
+
+    return Program(call, arrays, traffic)
 
 
 def _array(dtype: Any, *shape: int) -> Any:
@@ -70,26 +98,23 @@ def attention_program(
     bits = _bits(batch, nodes, nodes) if nodes <= BUDGET else None
     committed = Committed(_bf16(batch, window, dim), _int32(batch))
     own = Own(_bf16(batch, nodes, dim), _int32(batch, nodes), bits)
-    static: dict[str, Any] = {"ratio": ratio, "topk": 0}
+    capacity = context // ratio if ratio else 0
     if ratio:
-        capacity, ends = context // ratio, _own_entries(nodes, ratio)
-        committed = committed._replace(entries=_entries(batch, capacity, entry))
+        ends = _own_entries(nodes, ratio)
+        own = own._replace(entries=_bf16(batch, ends, dim), entry_bits=_bits(batch, nodes, ends))
+        entries = _entries(batch, capacity, entry)
+        committed = committed._replace(entries=entries, ratio=ratio)
         if layer_kind(ratio) == "csa":
-            static["topk"] = cfg.index_topk
-            committed = committed._replace(selected=_bits(batch, nodes, capacity))
-        entry_bits = _bits(batch, nodes, ends)
-        own = own._replace(entries=_bf16(batch, ends, dim), entry_bits=entry_bits)
-    arrays = {name: x for name, x in committed._asdict().items() if name not in static}
+            chosen = _bits(batch, nodes, capacity)
+            committed = committed._replace(selected=chosen, topk=cfg.index_topk)
 
-    def run(q: Array, sink: Array, arrays: dict[str, Any], own: Own, position: Array) -> Array:
-        there = Committed(**arrays, **static)
-        return tree_attention(q, sink, there, own, position=position, impl=impl)
+    def run(kernel: Any, *operands: Any) -> Any:
+        return kernel(*operands[:-1], position=operands[-1])
 
-    q, sink, position = _bf16(batch, nodes, heads, dim), _float32(heads), _int32(batch, nodes)
-    sizes = {"batch": batch, "nodes": nodes, "entries": context // ratio if ratio else 0}
-    there = committed._replace(**static)
-    moved = partial(count, "tree_attention", impl, sizes, q, sink, there, own, position=position)
-    return Program(run, (q, sink, arrays, own, position), moved)
+    q, sink = _bf16(batch, nodes, heads, dim), _float32(heads)
+    operands = q, sink, committed, own, _int32(batch, nodes)
+    sizes = {"batch": batch, "nodes": nodes, "entries": capacity}
+    return bind("tree_attention", impl, sizes, run, *operands)
 
 
 def _keys(batch: int, size: int, key: str) -> Any:
@@ -115,13 +140,12 @@ def index_program(*, context: int, batch: int, nodes: int, key: str, impl: str) 
         _bits(batch, nodes, own),
     )
 
-    def run(q: Array, weight: Array, entries: IndexKeys) -> tuple[Array, Array]:
-        return index_topk(q, weight, entries, topk=cfg.index_topk, impl=impl)
+    def run(kernel: Any, *operands: Any) -> Any:
+        return kernel(*operands, topk=cfg.index_topk)
 
     q, weight = _bf16(batch, nodes, heads, dim), _float32(batch, nodes, heads)
     sizes = {"batch": batch, "nodes": nodes, "entries": context // CSA_RATIO}
-    moved = partial(count, "index_topk", impl, sizes, q, weight, entries, topk=cfg.index_topk)
-    return Program(run, (q, weight, entries), moved)
+    return bind("index_topk", impl, sizes, run, q, weight, entries)
 
 
 def expert_program(*, rows: int, impl: str) -> Program:
@@ -130,12 +154,12 @@ def expert_program(*, rows: int, impl: str) -> Program:
     experts, width, inner = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
     choices = cfg.num_experts_per_tok
 
-    def run(x: Array, w1: Array, w3: Array, w2: Array, routing: tuple[Array, Array]) -> Array:
-        return grouped_matmul(x, w1, w3, w2, *routing, limit=cfg.swiglu_limit, impl=impl)
+    def run(kernel: Any, *operands: Any) -> Any:
+        return kernel(*operands, limit=cfg.swiglu_limit)
 
-    up, down = _bf16(experts, inner, width), _bf16(experts, width, inner)
-    x, routing = _bf16(rows, width), (_int32(rows, choices), _float32(rows, choices))
-    kernel_arguments = x, (up, up, down), (*routing, _array(jnp.bool_, rows))
-    sizes = {"rows": rows}
-    moved = partial(count, "grouped_matmul", impl, sizes, *kernel_arguments, limit=cfg.swiglu_limit)
-    return Program(run, (x, up, up, down, routing), moved)
+    x, up, down = _bf16(rows, width), _bf16(experts, inner, width), _bf16(experts, width, inner)
+    operands = x, up, up, down, _int32(rows, choices), _float32(rows, choices)
+    program = bind("grouped_matmul", impl, {"rows": rows}, run, *operands)
+    routing = (*operands[4:], _array(jnp.bool_, rows))
+    arguments = "grouped_matmul", impl, {"rows": rows}, x, (up, up, down), routing
+    return program._replace(traffic=partial(count, *arguments, limit=cfg.swiglu_limit))
