@@ -676,10 +676,17 @@ _KERNELS = (
         PAIRS,
     ),
     Mutant(
+        "pairs beyond the batch start over",
+        EXPERTS_CPU,
+        "tiles.start[expert] + batched + (i",
+        "tiles.start[expert] + (i",
+        "pallas_kernels/test_grouped_matmul.py::test_pairs_beyond_the_batched_product_are_in_tiles",
+    ),
+    Mutant(
         "last tile of an expert is dropped",
         EXPERTS_CPU,
-        "jnp.cumsum(-(-count // size))",
-        "jnp.cumsum(count // size)",
+        "-(-jnp.maximum(count - batched, 0) // size)",
+        "jnp.maximum(count - batched, 0) // size",
         PAIRS,
     ),
     Mutant(

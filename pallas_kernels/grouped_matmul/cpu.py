@@ -1,18 +1,23 @@
 """The routed experts on CPUs: reads only the experts in use.
 
-The pairs of a row and one of its experts are sorted by expert and cut into tiles of at most T
-pairs of one expert; a loop visits the tiles in use. A pair is one column of its tile's products,
+The pairs of a row and one of its experts are sorted by expert. A pair is one column of a product,
 so its arithmetic does not depend on its mates. Two forms, after what XLA makes of them:
 
-- few pairs an expert: tiles of one pair. The product of a vector and a slice's transpose is one
-  kernel, which reads the expert where it lies;
-- many pairs: a matrix product, for which XLA copies the expert first, since a slice at a traced
-  index is no operand of it. Weights on the left and pairs as columns, or it would transpose them.
+- few pairs an expert: a loop over the pairs. The product of a vector and a slice's transpose is
+  one kernel, which reads the expert where it lies;
+- many pairs, so that every expert is in use: a product batched over the experts, of as many pairs
+  each as is common, reads the weights where they lie too. What an expert has beyond these is cut
+  into tiles of as many, and a loop visits the tiles in use; XLA copies a tile's expert first, since
+  a slice at a traced index is no operand of a matrix product. All products have the same number of
+  columns, since some libraries of them sum in an order that depends on it.
+
+Weights stand on the left and pairs are columns, or XLA would transpose the weights.
 """
 
 from __future__ import annotations
 
 import functools
+import math
 from typing import Any, NamedTuple
 
 import jax
@@ -20,14 +25,15 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 SINGLE_PAIRS = 4  # mean pairs of an expert up to which they are visited one by one
-TILES = (32, 64, 128)  # narrower ones cost as much as 32
+LEAST_COLUMNS = 32  # of a matrix product: fewer cost as much
+COLUMN_STEP = 16
 
 Weights = tuple[Array, Array, Array]  # w1 [X, I, E], w3 [X, I, E], w2 [X, E, I]
 Routing = tuple[Array, Array, Array]  # expert, weight, live
 
 
 class Tiles(NamedTuple):
-    """The pairs of live rows, sorted by expert and cut into tiles.
+    """The pairs of live rows, sorted by expert; those beyond the batch are cut into tiles.
 
     A pair is named by its index m * k + choice; its place is where it is after sorting.
     """
@@ -58,12 +64,13 @@ def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Arra
     w1, w3, w2 = weights
     expert, weight, live = routing
     size = tile_size(expert.size, len(w1))
-    tiles = cut_tiles(expert, live, len(w1), size)
+    batched = size if size > 1 else 0  # pairs of every expert that are one product
+    tiles = cut_tiles(expert, live, (len(w1), size, batched))
     rows = x.astype(jnp.float32)[tiles.pair // expert.shape[1]]
     scale = weight.reshape(-1)[tiles.pair]
 
     def visit(i: Array, y: Array) -> Array:
-        tile = select_tile(tiles, i, size)
+        tile = select_tile(tiles, i, size, batched)
         mine = lax.dynamic_slice_in_dim(rows, tile.first, size)
         weigh = lax.dynamic_slice_in_dim(scale, tile.first, size)
         # The barriers keep XLA from turning the products around and the weights with them.
@@ -72,23 +79,47 @@ def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Arra
         down = _product(w2, tile.expert, _activate(gate, up, weigh, limit))
         down = lax.optimization_barrier(down).T
         # What lands beyond the expert's last place is overwritten by the next tile.
-        return lax.dynamic_update_slice(y, down, (tile.first, 0))
+        return lax.dynamic_update_slice(y, down, (len(w1) * batched + tile.first, 0))
 
-    y = jnp.zeros((len(tiles.pair), x.shape[1]), jnp.float32)
+    index = tiles.start[:, None] + jnp.arange(batched)
+    first = _run_batch(limit, rows.at[index].get(mode="clip"), weights, scale[index])
+    y = jnp.pad(first, [(0, len(tiles.pair)), (0, 0)])
     y = lax.fori_loop(0, tiles.tile_stop[-1], visit, y)
-    return _sum_choices(y, tiles, live, expert.shape)
+    rank = tiles.place - tiles.start[expert.reshape(-1)]
+    in_batch = expert.reshape(-1) * batched + rank
+    slot = jnp.where(rank < batched, in_batch, len(w1) * batched + tiles.place)
+    return _sum_choices(y, slot, live, expert.shape)
+
+
+def _run_batch(limit: float, rows: Array, weights: Weights, scale: Array) -> Array:
+    """Rows `[X, T, E]` and their weights `[X, T]` through their experts, to `[X * T, E]`."""
+    if rows.shape[1] == 0:
+        return rows.reshape(0, rows.shape[2])
+    w1, w3, w2 = (w.astype(jnp.float32) for w in weights)
+    columns = lax.optimization_barrier(rows.swapaxes(1, 2))
+    hidden = _activate(jnp.matmul(w1, columns), jnp.matmul(w3, columns), scale[:, None], limit)
+    down = lax.optimization_barrier(jnp.matmul(w2, hidden))
+    return down.swapaxes(1, 2).reshape(-1, rows.shape[2])
 
 
 def tile_size(pairs: int, experts: int) -> int:
-    """T for the mean number of pairs of an expert: 1, or the least tile at or above it."""
+    """T, the pairs of an expert that are one product.
+
+    1, or two standard deviations above the mean if routing were even: few experts have more.
+    """
     mean = pairs / experts
     if mean <= SINGLE_PAIRS:
         return 1
-    return next((size for size in TILES if size >= mean), TILES[-1])
+    common = math.ceil(mean + 2 * math.sqrt(mean))
+    return max(LEAST_COLUMNS, -(-common // COLUMN_STEP) * COLUMN_STEP)
 
 
-def cut_tiles(expert: Array, live: Array, experts: int, size: int) -> Tiles:
-    """Sorts pairs by expert `[M, k]`; those of dead rows come last, in no tile."""
+def cut_tiles(expert: Array, live: Array, shape: tuple[int, int, int]) -> Tiles:
+    """Sorts pairs by expert `[M, k]`; those of dead rows come last, in no tile.
+
+    `shape` is (X, T, batched): the first `batched` pairs of an expert are in no tile either.
+    """
+    experts, size, batched = shape
     key = jnp.where(live[:, None], expert, experts).reshape(-1).astype(jnp.int32)
     pair = jnp.argsort(key, stable=True).astype(jnp.int32)
     count = (key[:, None] == jnp.arange(experts)).sum(0, dtype=jnp.int32)
@@ -98,15 +129,15 @@ def cut_tiles(expert: Array, live: Array, experts: int, size: int) -> Tiles:
         place=jnp.zeros_like(pair).at[pair].set(jnp.arange(len(pair), dtype=jnp.int32)),
         start=stop - count,
         stop=stop,
-        tile_stop=jnp.cumsum(-(-count // size)),
+        tile_stop=jnp.cumsum(-(-jnp.maximum(count - batched, 0) // size)),
     )
 
 
-def select_tile(tiles: Tiles, i: Array, size: int) -> Tile:
+def select_tile(tiles: Tiles, i: Array, size: int, batched: int = 0) -> Tile:
     """Tile i of those in use."""
     expert = jnp.sum(tiles.tile_stop <= i, dtype=jnp.int32)
     first_tile = jnp.where(expert > 0, tiles.tile_stop[expert - 1], 0)
-    first = tiles.start[expert] + (i - first_tile) * size
+    first = tiles.start[expert] + batched + (i - first_tile) * size
     pair = lax.dynamic_slice(tiles.pair, (first,), (size,))
     return Tile(expert, first, pair, first + jnp.arange(size) < tiles.stop[expert])
 
@@ -139,9 +170,9 @@ def _product(w: Array, e: Array, columns: Array) -> Array:
     return _expert(w, e) @ columns
 
 
-def _sum_choices(sorted_rows: Array, tiles: Tiles, live: Array, shape: tuple[int, ...]) -> Array:
-    """Sorted rows `[P + T, E]` to `[M, E]`, a row's choices added in their order."""
-    pairs = sorted_rows[tiles.place].reshape(*shape, -1)
+def _sum_choices(rows: Array, slot: Array, live: Array, shape: tuple[int, ...]) -> Array:
+    """Each pair's row at `slot [P]` of `rows [.., E]` to `[M, E]`, choices added in their order."""
+    pairs = rows[slot].reshape(*shape, -1)
     return jnp.where(live[:, None], pairs.sum(1), 0)
 
 
@@ -153,7 +184,7 @@ def _pull_back(limit: float, kept: Any, dy: Array) -> tuple[Any, ...]:
     """Gradients by a second loop over the same tiles; hidden layers are computed again."""
     x, weights, (expert, weight, live) = kept
     size = tile_size(expert.size, len(weights[0]))
-    tiles = cut_tiles(expert, live, len(weights[0]), size)
+    tiles = cut_tiles(expert, live, (len(weights[0]), size, 0))
 
     def visit(i: Array, grads: Any) -> Any:
         dx, dscale, dw = grads
@@ -179,7 +210,7 @@ def _pull_back(limit: float, kept: Any, dy: Array) -> tuple[Any, ...]:
         tuple(jnp.zeros(w.shape, jnp.float32) for w in weights),
     )
     dx, dscale, dw = lax.fori_loop(0, tiles.tile_stop[-1], visit, zeros)
-    dx = _sum_choices(dx, tiles, live, expert.shape).astype(x.dtype)
+    dx = _sum_choices(dx, tiles.place, live, expert.shape).astype(x.dtype)
     dweight = jnp.where(live[:, None], dscale[tiles.place].reshape(weight.shape), 0)
     dw = tuple(d.astype(w.dtype) for d, w in zip(dw, weights, strict=True))
     return dx, dw, (None, dweight.astype(weight.dtype), None)

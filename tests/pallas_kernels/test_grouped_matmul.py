@@ -15,12 +15,13 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.cpu import TILES, tile_size
+from pallas_kernels.grouped_matmul.cpu import tile_size
 
 LIMIT = 2.0
-# M, E, I, X, k: one row; few rows; awkward sizes with tiles, mostly one and then several an expert.
+# M, E, I, X, k: one row; few rows; then awkward sizes with a batched product and tiles after it.
 SIZES = [(1, 16, 24, 4, 2), (8, 24, 16, 16, 2), (13, 21, 10, 5, 3), (60, 16, 8, 8, 2)]
 SIZES += [(100, 20, 12, 4, 2), (300, 20, 12, 4, 2)]
+BATCHED = SIZES[2:]
 
 
 @dataclasses.dataclass
@@ -83,9 +84,22 @@ def assert_close(got: np.ndarray, want: np.ndarray) -> None:
     np.testing.assert_allclose(got, want, rtol=1e-5, atol=2e-6 * np.abs(want).max())
 
 
-def test_the_sizes_cover_both_forms_of_product() -> None:
-    tiles = {tile_size(rows * choices, experts) for rows, _, _, experts, choices in SIZES}
-    assert tiles == {1, *TILES}
+def test_the_sizes_cover_every_form_of_product() -> None:
+    sizes = [tile_size(rows * choices, experts) for rows, _, _, experts, choices in SIZES]
+    assert [size in BATCHED for size in SIZES] == [size > 1 for size in sizes]
+    assert len(set(sizes)) > 3
+
+
+@pytest.mark.parametrize("size", BATCHED[1:], ids=str)
+def test_pairs_beyond_the_batched_product_are_in_tiles(size: tuple[int, ...]) -> None:
+    """With every row's first choice the same, one expert has more pairs than its batch holds."""
+    rows, _, _, experts, choices = size
+    case = random_case(np.random.default_rng(sum(size)), size)
+    case.live[:] = True
+    case.expert[:] = (case.expert - case.expert[:, :1] + experts - 1) % experts
+    most = np.bincount(case.expert.reshape(-1)).max()
+    assert most > tile_size(rows * choices, experts)
+    assert_close(case.run("cpu"), loop_over_pairs(case))
 
 
 @pytest.mark.parametrize("impl", ["ref", "cpu"])
@@ -205,31 +219,31 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("size", [(1, 24, 40, 7, 2), (90, 24, 40, 7, 2)], ids=str)
-def test_no_computation_touches_all_experts(size: tuple[int, ...]) -> None:
-    """Only slices of one expert leave the stacked weights, in the program and once compiled."""
+def test_no_weights_are_copied_but_an_expert_at_a_time(size: tuple[int, ...]) -> None:
+    """Few pairs: only slices of one expert leave the stacked weights. Many: products take them."""
+    rows, _, _, experts, choices = size
     case = random_case(np.random.default_rng(5), size)
     operands = [jnp.asarray(a) for a in dataclasses.astuple(case)]
     traced = _run.trace(*operands, impl="cpu")
     stacked = {case.w1.shape, case.w2.shape}
-    loops = {
-        "while",
-        "scan",
-        "jit",
-        "pjit",
-        "custom_vjp_call",
-        "custom_vjp_call_jaxpr",
-        "dynamic_slice",
-    }
+    passing = {"while", "scan", "jit", "pjit", "custom_vjp_call", "custom_vjp_call_jaxpr"}
     users = {
         eqn.primitive.name
         for eqn in _equations(traced.jaxpr.jaxpr)
         if any(getattr(v.aval, "shape", None) in stacked for v in eqn.invars)
     }
-    assert "dynamic_slice" in users
-    assert users <= loops
+    products = {"dot_general"} if tile_size(rows * choices, experts) > 1 else set()
+    assert users - passing == {"dynamic_slice"} | products
     compiled = traced.lower().compile()
     weight_bytes = 4 * (2 * case.w1.size + case.w2.size)
-    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes + products_bytes(case)
+
+
+def products_bytes(case: Case) -> int:
+    """Bytes of the rows and hidden rows of a batched product, which may live beside the weights."""
+    experts, inner, width = case.w1.shape
+    columns = tile_size(case.expert.size, experts)
+    return 4 * experts * columns * (4 * width + 3 * inner)
 
 
 def test_wrong_shapes_are_named() -> None:
