@@ -186,3 +186,33 @@ def test_the_command_starts() -> None:
     )
     assert done.returncode == 0
     assert "--target" in done.stdout
+
+
+@pytest.mark.parametrize(("temp_bytes", "status"), [(0, 0), (200 * 10**9, 1)])
+def test_the_command_prints_judges_and_writes(
+    temp_bytes: int, status: int, monkeypatch, tmp_path, capsys
+) -> None:
+    """A limit that is broken is said and makes the status 1; `--case` narrows what is compiled."""
+    kernel = Kernel("streams", vmem=3 << 20, bundles=10, spilled=2, slots={"MXU": (5, 20)})
+
+    def compile_all(target, wanted, timeout):
+        for job in wanted:
+            moved = Traffic(read=100, written=10, fewest=100)
+            yield Outcome(job, True, kernels=(kernel,), temp_bytes=temp_bytes, traffic=moved)
+
+    monkeypatch.setattr(command, "compile_all", compile_all)
+    monkeypatch.setattr(command, "require", TARGETS.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    path = tmp_path / "figures.json"
+    asked = ["--target", "v6e", "--op", "index_topk", "--case", "64k B=8", "--json", str(path)]
+    assert command.main(["kernels", *asked]) == status
+    out = capsys.readouterr().out
+    assert "compiled by jax 1.2.3, libtpu 1.2.3; nothing was run" in out
+    assert "streams: VMEM 3 MiB of 32 MiB (default); 10 bundles: MXU 5 (25%)" in out
+    assert "moves 110 B, 1.100 times the fewest" in out
+    assert ("LIMIT: needs 186.3 GiB" in out) == bool(status)
+    figures = json.loads(path.read_text())
+    names = [case["job"]["name"] for case in figures["cases"]]
+    assert names == [job.name for job in jobs("index_topk", "tpu") if "64k B=8" in job.name]
+    assert command.main(["kernels", "--target", "v6e", "--case", "9k"]) == 2
+    assert "no case has '9k'" in capsys.readouterr().err
