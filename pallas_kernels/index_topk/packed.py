@@ -39,3 +39,8 @@ def unpack_keys(keys: Array | PackedKeys) -> Array:
     if not isinstance(keys, PackedKeys):
         return keys
     return keys.value.astype(jnp.float32) * keys.scale.astype(jnp.float32)[..., None]
+
+
+def values(keys: Array | PackedKeys) -> Array:
+    """What holds the keys' entries `[B, C, ci]`, in whatever precision."""
+    return keys.value if isinstance(keys, PackedKeys) else keys
