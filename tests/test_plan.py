@@ -1,5 +1,6 @@
 """Ahead-of-time compiles: what compilers say is read right, and their deaths do no harm."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -24,12 +25,13 @@ HloModule jit_f
 ENTRY %main (a: f32[3]) -> f32[3] {
   %a = f32[3]{0} parameter(0)
   %pad.1 = bf16[8,128]{1,0:T(8,128)(2,1)} pad(%a), padding=0_1
+  %slice-done = s8[16]{0:T(128)S(1)} slice-done(%a)
   %copy-start.1 = (f32[3]{0}, f32[3]{0}) copy-start(%a)
   %fusion = (u8[5]{0}, pred[4]{0}) fusion(%a), kind=kLoop
   ROOT %copy.2 = f32[3]{0} copy(%a)
 }
 """
-JOB = Job("tree_attention here", "tests.plan_programs:refuses")
+JOB = Job("tree", "tests.plan_programs:refuses", is_memory_bound=True)
 
 
 def program(name: str, **arguments: int) -> Job:
@@ -43,7 +45,12 @@ def compile_here(target: str, *wanted: Job) -> list[Outcome]:
 
 
 def test_the_operations_around_kernels_are_those_of_the_entry() -> None:
-    assert dumps.around_kernels(HLO) == {"pad": 2048, "fusion": 9, "copy": 12}
+    assert dumps.around_kernels(HLO) == {
+        "pad": 2048,
+        "slice-done to VMEM": 16,
+        "fusion": 9,
+        "copy": 12,
+    }
 
 
 def test_utilization_counts_bundles_and_slots() -> None:
@@ -84,6 +91,8 @@ def test_each_broken_limit_is_said(change: dict, words: str | None) -> None:
     good["traffic"] = Traffic(100, 15, 100)
     target = TARGETS["h200"]
     assert table.broken(Outcome(JOB, **good), target) == []
+    chunk = dataclasses.replace(JOB, is_memory_bound=False)
+    assert table.broken(Outcome(chunk, **good | {"traffic": Traffic(300, 0, 100)}), target) == []
     said = table.broken(Outcome(JOB, **good | change), target)
     assert len(said) == (words is not None)
     assert all(words in each for each in said)

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxspec.plan.program import Kernel
+from jaxspec.plan.targets import UTILIZATION
 
 VMEM = "1"  # number of the memory space in HLO
-_UTILIZATION = "final_hlo-static-per-bundle-utilization.txt"
 _QUIET = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "custom-call"}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([^\s=]+) = (\(.*?\)|\S+) ([\w-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
@@ -52,7 +52,7 @@ def tpu_kernels(hlo: str, dump: Path, default: int) -> tuple[Kernel, ...]:
 
 
 def _utilization(dump: Path, name: str) -> tuple[int | None, dict[str, tuple[int, int]]]:
-    pattern = re.compile(rf"\d+-{re.escape(name)}-\d+-{_UTILIZATION}")
+    pattern = re.compile(rf"\d+-{re.escape(name)}-\d+-{UTILIZATION}[.]txt")
     for path in dump.iterdir():
         if pattern.fullmatch(path.name):
             return read_utilization(path.read_text())
@@ -107,13 +107,17 @@ def _shared_memory(log: Path) -> int | None:
 
 
 def around_kernels(hlo: str) -> dict[str, int]:
-    """XLA's own operations of the entry computation: opcode to bytes of their results."""
+    """XLA's own operations of the entry computation: opcode to bytes of their results.
+
+    What XLA moves into a TPU's VMEM ahead of a kernel is told apart from what it writes to memory.
+    """
     total: dict[str, int] = {}
     for line in _entry(hlo.splitlines()):
         found = _INSTRUCTION.match(line)
         if found is None or found[3] in _QUIET or found[3].endswith(("-start", "-update")):
             continue
-        total[found[3]] = total.get(found[3], 0) + array_bytes(found[2])
+        name = found[3] + (" to VMEM" if f"S({VMEM})" in found[2] else "")
+        total[name] = total.get(name, 0) + array_bytes(found[2])
     return total
 
 

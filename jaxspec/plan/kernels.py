@@ -38,6 +38,7 @@ def _attention_jobs(impl: str) -> list[Job]:
             f"tree_attention {layer_kind(ratio)} {context} B={batch} N={nodes} {stored}",
             "jaxspec.plan.programs:attention_program",
             {"ratio": ratio, **_sizes(context, batch, nodes), "entry": stored, "impl": impl},
+            is_memory_bound=nodes <= BUDGET,
         )
         for ratio, context, batch, nodes, stored in sizes
     ]
@@ -49,6 +50,7 @@ def _index_jobs(impl: str) -> list[Job]:
             f"index_topk {context} B={batch} N={nodes} {stored}",
             "jaxspec.plan.programs:index_program",
             {**_sizes(context, batch, nodes), "key": stored, "impl": impl},
+            is_memory_bound=nodes <= BUDGET,
         )
         for context, batch, nodes, stored in _blocks()
     ]

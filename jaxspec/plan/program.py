@@ -47,6 +47,7 @@ class Job:
     name: str
     builder: str
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_memory_bound: bool = False  # its time is that of the bytes it moves
 
     def build(self) -> Program:
         """The program."""

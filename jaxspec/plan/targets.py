@@ -10,6 +10,8 @@ from typing import Any, Literal
 from jaxspec.errors import UsageError
 
 MIB = 2**20
+UTILIZATION = "final_hlo-static-per-bundle-utilization"
+"""The dump of libtpu that counts bundles and their slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,5 +154,6 @@ def environment(target: Target, dump: Path) -> dict[str, str]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={UTILIZATION}",  # of some 70 dumps a kernel
     }
