@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.tree_attention import ref
+from pallas_kernels.tree_attention import gpu, ref
 from pallas_kernels.tree_attention.sources import (
     Bf16Words,
     Committed,
@@ -20,7 +20,7 @@ BACKENDS: Backends = {
     "ref": ref.tree_attention,
     "cpu": ref.tree_attention,
     "tpu": "the TPU kernel is not written yet; use 'ref'",
-    "gpu": "the GPU kernel is not written yet; use 'ref'",
+    "gpu": gpu.tree_attention,
 }
 
 

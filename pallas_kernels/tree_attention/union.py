@@ -18,7 +18,9 @@ class Union(NamedTuple):
 
     place: Array  # [B, I, U] int32, I tiles; arbitrary from `used` on
     used: Array  # [B, I] int32
-    nodes: Array  # [B, I, U * pack] int32: bit n of an entry is set if node n of the tile selects it
+    nodes: (
+        Array  # [B, I, U * pack] int32: bit n of an entry is set if node n of the tile selects it
+    )
 
 
 def union(selected: Array, count: Array, *, tile: int, pack: int, size: int) -> Union:
