@@ -58,14 +58,28 @@ def test_utilization_counts_bundles_and_slots() -> None:
     assert dumps.read_utilization(text) == (3, {"MXU": (3, 6), "VSTORE:SPILL": (1, 3)})
 
 
-def test_ptxas_says_registers_and_both_kinds_of_spill() -> None:
-    text = (
-        "ptxas info    : Compiling entry function 'index_mosaic_gpu_kernel' for 'sm_90a'\n"
-        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
-        "ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem\n"
-    )
-    expected = Kernel("index", smem=4096, registers=168, spilled=16)
-    assert dumps.read_ptxas(text, 4096) == expected
+def test_gpu_kernels_are_read_from_what_is_printed() -> None:
+    """Registers and both kinds of spill from ptxas, shared memory from the host's launch."""
+
+    def ptxas(name: str, registers: int, spills: tuple[int, int]) -> str:
+        return (
+            f"ptxas info    : Compiling entry function '{name}_mosaic_gpu_kernel' for 'sm_90a'\n"
+            f"    8 bytes stack frame, {spills[0]} bytes spill stores, "
+            f"{spills[1]} bytes spill loads\n"
+            f"ptxas info    : Used {registers} registers, used 16 barriers, 1 bytes smem\n"
+        )
+
+    def launch(function: str, smem: int) -> str:
+        sizes = ", ".join(f"i32 {n}" for n in range(1, 10))
+        return f"  call void @mosaic_gpu_{function}(ptr %0, {sizes}, i32 {smem}, ptr %1, ptr %2)\n"
+
+    first = launch("launch_kernel", 4096) + "noise\n" + ptxas("scores", 168, (4, 12))
+    second = launch("build_kernel_spec", 512) + ptxas("choice", 40, (0, 0))
+    scores = Kernel("scores", smem=4096, registers=168, spilled=16)
+    choice = Kernel("choice", smem=512, registers=40, spilled=0)
+    assert dumps.gpu_kernels("noise\n" + first + second) == (scores, choice)
+    alone = dataclasses.replace(choice, smem=None)
+    assert dumps.gpu_kernels(ptxas("choice", 40, (0, 0))) == (alone,)
 
 
 def test_outcomes_survive_the_way_through_text() -> None:

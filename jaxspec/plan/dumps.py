@@ -70,20 +70,25 @@ def read_utilization(text: str) -> tuple[int, dict[str, tuple[int, int]]]:
     return len(rows), dict(zip(names, zip(filled, there, strict=True), strict=True))
 
 
-def gpu_kernels(dump: Path) -> tuple[Kernel, ...]:
-    """Mosaic GPU's kernels from its dumps, in the order of their compilation."""
+def gpu_kernels(said: str) -> tuple[Kernel, ...]:
+    """Mosaic GPU's kernels from what it says while it compiles: ptxas' lines and host code.
 
-    def number(path: Path) -> int:
-        return int(path.stem.rpartition("_")[2])
-
-    return tuple(
-        read_ptxas(path.read_text(), _shared_memory(path.with_suffix(".mlir-passes.log")))
-        for path in sorted(dump.glob("*.ptxas"), key=number)
+    The host's launch names the shared memory after three sizes each of grid, cluster and block.
+    """
+    blocks = re.split(r"(?=ptxas info    : Compiling entry function)", said)[1:]
+    launches = re.findall(
+        r"call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)"
+        r"\(ptr %[\w.]+, (?:i32 \d+, ){9}i32 (\d+),",
+        said,
     )
+    sizes = (
+        [int(size) for size in launches] if len(launches) == len(blocks) else [None] * len(blocks)
+    )
+    return tuple(read_ptxas(block, size) for block, size in zip(blocks, sizes, strict=True))
 
 
 def read_ptxas(text: str, smem: int | None) -> Kernel:
-    """A kernel from what `ptxas -v` says, and its dynamic shared memory."""
+    """A kernel from what `ptxas -v` says of it, and its dynamic shared memory."""
     name = re.search(r"Compiling entry function '(\w+)'", text)
     registers = re.search(r"Used (\d+) registers", text)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
@@ -93,17 +98,6 @@ def read_ptxas(text: str, smem: int | None) -> Kernel:
         registers=int(registers[1]) if registers else None,
         spilled=sum(int(each) for each in spills) if spills else None,
     )
-
-
-def _shared_memory(log: Path) -> int | None:
-    """Bytes that the launch asks for. The log is long: the launch stands near its beginning."""
-    if not log.exists():
-        return None
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if found := re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line):
-                return int(found[1])
-    return None
 
 
 def around_kernels(hlo: str) -> dict[str, int]:

@@ -137,7 +137,9 @@ def require(name: str) -> Target:
 
 
 def environment(target: Target, dump: Path) -> dict[str, str]:
-    """Variables of a process that compiles for the target and leaves its dumps in `dump`.
+    """Variables of a process that compiles for the target.
+
+    A TPU's compiler leaves its dumps in `dump`, a GPU's prints them.
 
     The CUDA plugin registers without a GPU only if JAX itself stays on the CPU; libtpu would ask
     for the machine's description on the network, and one process would lock others out.
@@ -145,8 +147,8 @@ def environment(target: Target, dump: Path) -> dict[str, str]:
     if target.kind == "gpu":
         return {
             "JAX_PLATFORMS": "cpu",
-            "MOSAIC_GPU_DUMP_TO": str(dump),
             "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "MOSAIC_GPU_DUMP_HOST_LLVM": "1",  # not all dumps: the passes' takes 100 MB a kernel
         }
     return {
         "JAX_PLATFORMS": "cpu",

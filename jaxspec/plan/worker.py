@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import functools
 import json
 import os
 import shutil
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +46,21 @@ def _too_much(operands: int, target: Target) -> str:
     return f"its operands take {table.size(operands)}, more than the device's {there}"
 
 
+@contextlib.contextmanager
+def printed_to(path: Path) -> Iterator[None]:
+    """Sends standard output to a file; what is printed by other languages than Python too."""
+    kept = os.dup(1)
+    with path.open("wb") as file:
+        os.dup2(file.fileno(), 1)
+        try:
+            yield
+        finally:
+            sys.stdout.flush()
+            ctypes.CDLL(None).fflush(None)
+            os.dup2(kept, 1)
+            os.close(kept)
+
+
 def run(job: Job, target: Target, dump: Path) -> Outcome:
     """Builds and compiles one job; what Python or the compiler raises becomes words."""
     import jax
@@ -52,7 +70,7 @@ def run(job: Job, target: Target, dump: Path) -> Outcome:
         program = job.build()
         if program.operand_bytes > target.memory:
             return Outcome(job, False, _too_much(program.operand_bytes, target), fits=False)
-        with jax.set_mesh(mesh(target)):
+        with jax.set_mesh(mesh(target)), printed_to(dump / "printed"):
             compiled, moved = compile_program(program), program.traffic()
     except Exception as error:
         words = " ".join(f"{type(error).__name__}: {error}".split())
@@ -62,7 +80,7 @@ def run(job: Job, target: Target, dump: Path) -> Outcome:
     if target.kind == "tpu":
         kernels = dumps.tpu_kernels(hlo, dump, target.vmem)
     else:
-        kernels = dumps.gpu_kernels(dump)
+        kernels = dumps.gpu_kernels((dump / "printed").read_text(errors="replace"))
     return Outcome(
         job=job,
         compiles=True,
