@@ -13,8 +13,8 @@ FP8_GROUP = 64
 class Fp8Entries(NamedTuple):
     """Compressed entries as the release rounds them: FP8 but for the rotary part.
 
-    The last group of a row may be smaller. `forms.quantise` makes it, `forms.dequantise` says what it
-    means.
+    The last group of a row may be smaller. `forms.quantise` makes it, `forms.dequantise` says
+    what it means.
     """
 
     values: Array  # [B, C, K - r] float8_e4m3fn
