@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -22,7 +22,7 @@ from jaxspec.errors import UsageError
 from pallas_kernels.tuning import SIZES, Bucket, read_tuned
 from scripts.kernel_trials import Trial, accelerator, released_trials, seconds_a_call
 
-CANDIDATES: dict[tuple[str, str], list[dict[str, int]]] = {}
+CANDIDATES: dict[tuple[str, str], list[dict[str, Any]]] = {}
 """Choices to try of an op and a platform; the first are the kernel's defaults."""
 
 HEADER = """\
@@ -46,7 +46,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def fastest(trial: Trial, impl: str, candidates: Sequence[dict[str, int]]) -> dict[str, int] | None:
+def fastest(trial: Trial, impl: str, candidates: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The candidate of least time; one that cannot run is left out with a line that says why."""
     times: list[tuple[float, int]] = []
     for index, choices in enumerate(candidates):
@@ -91,8 +91,8 @@ def merge(
 def render(tuned: Mapping[str, Sequence[Bucket]]) -> str:
     """The file's text; `read_tuned` reads it back."""
 
-    def table(numbers: Mapping[str, int]) -> str:
-        return "{ " + ", ".join(f"{name} = {n}" for name, n in numbers.items()) + " }"
+    def table(values: Mapping[str, Any]) -> str:
+        return "{ " + ", ".join(f"{name} = {json.dumps(v)}" for name, v in values.items()) + " }"
 
     parts = [HEADER]
     for op_name, buckets in tuned.items():

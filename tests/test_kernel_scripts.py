@@ -93,7 +93,7 @@ def test_the_fastest_choice_is_taken_and_what_cannot_run_is_not(monkeypatch, cap
 
 def test_a_device_replaces_its_own_buckets_alone() -> None:
     def bucket(device: str, tile: int) -> Bucket:
-        return Bucket(device, {"nodes": 8}, {"tile": tile}, 'a "test"')
+        return Bucket(device, {"nodes": 8}, {"tile": tile, "mode": "auto"}, 'a "test"')
 
     shipped = {"index_topk": [bucket("A", 1), bucket("B", 2)], "tree_attention": [bucket("A", 3)]}
     measured = {"index_topk": [bucket("A", 4)], "tree_attention": []}

@@ -8,7 +8,7 @@ from jaxspec.plan.kernels import OPS, jobs
 from jaxspec.plan.program import Job
 from jaxspec.plan.targets import TARGETS, missing
 
-SAMPLE = "8k B=1 N=8 bf16", "M=8"
+SAMPLE = "8k B=1 N=8 bf16", "M=8 bf16"
 
 
 def hold_to_limits(target_name: str, wanted: list[Job]) -> None:

@@ -16,11 +16,11 @@ from jaxspec.plan.program import Program
 from jaxspec.plan.traffic import count
 from jaxspec.resources import packaged_config
 from pallas_kernels.grouped_matmul import grouped_matmul
+from pallas_kernels.grouped_matmul.op import pack_fp4, pack_fp8
 from pallas_kernels.index_topk import index_topk
-from pallas_kernels.index_topk.op import IndexKeys, PackedKeys
-from pallas_kernels.tree_attention import tree_attention
-from pallas_kernels.tree_attention.op import Committed, Fp8Entries, Own
-from pallas_kernels.tree_attention.sources import FP8_GROUP
+from pallas_kernels.index_topk.op import IndexKeys, pack_keys
+from pallas_kernels.tree_attention import forms, tree_attention
+from pallas_kernels.tree_attention.op import Committed, Fp8Bytes, Own
 
 OPS: dict[str, Callable[..., Any]] = {
     "tree_attention": tree_attention,
@@ -72,26 +72,27 @@ def _own_entries(nodes: int, ratio: int) -> int:
     return nodes if nodes <= BUDGET else -(-nodes // ratio) + 1
 
 
-def _entries(batch: int, capacity: int, entry: str) -> Any:
-    """Compressed entries in bfloat16, or as the release rounds them."""
+def _entries(batch: int, capacity: int, form: str) -> Any:
+    """Compressed entries: `bf16`, `fp8`, or a TPU's `words` (bfloat16) and `bytes` (FP8)."""
     cfg = flash()
-    if entry == "bf16":
-        return _bf16(batch, capacity, cfg.head_dim)
-    rounded = cfg.head_dim - cfg.qk_rope_head_dim
-    groups = -(-rounded // FP8_GROUP)
-    return Fp8Entries(
-        _array(jnp.float8_e4m3fn, batch, capacity, rounded),
-        _array(jnp.uint8, batch, capacity, groups),
-        _bf16(batch, capacity, cfg.qk_rope_head_dim),
-    )
+    dim, rotary = cfg.head_dim, cfg.qk_rope_head_dim
+    plain = _bf16(batch, capacity, dim)
+    if form == "bf16":
+        return plain
+    if form == "words":
+        return jax.eval_shape(forms.to_words, plain)
+    fp8 = jax.eval_shape(partial(forms.quantise, rotary=rotary), plain)
+    if form == "fp8":
+        return fp8
+    return Fp8Bytes(jax.eval_shape(lambda x: forms.to_bytes(x).rows, fp8), rotary)
 
 
 def attention_program(
-    *, ratio: int, context: int, batch: int, nodes: int, entry: str, impl: str
+    *, ratio: int, context: int, batch: int, nodes: int, form: str, impl: str
 ) -> Program:
     """Attention of one layer over a committed context; `nodes > BUDGET` is a chunk of a chain.
 
-    `entry` is `bf16` or `fp8`.
+    `form` is that of the committed entries.
     """
     cfg = flash()
     heads, dim, window = cfg.num_attention_heads, cfg.head_dim, cfg.sliding_window
@@ -102,7 +103,7 @@ def attention_program(
     if ratio:
         ends = _own_entries(nodes, ratio)
         own = own._replace(entries=_bf16(batch, ends, dim), entry_bits=_bits(batch, nodes, ends))
-        entries = _entries(batch, capacity, entry)
+        entries = _entries(batch, capacity, form)
         committed = committed._replace(entries=entries, ratio=ratio)
         if layer_kind(ratio) == "csa":
             chosen = _bits(batch, nodes, capacity)
@@ -117,26 +118,21 @@ def attention_program(
     return bind("tree_attention", impl, sizes, run, *operands)
 
 
-def _keys(batch: int, size: int, key: str) -> Any:
-    """The indexer's keys in bfloat16, or as the release rounds them."""
-    dim = flash().index_head_dim
-    if key == "bf16":
-        return _bf16(batch, size, dim)
-    return PackedKeys(
-        _array(jnp.float8_e4m3fn, batch, size, dim),
-        _array(jnp.float8_e8m0fnu, batch, size),
-    )
+def _keys(batch: int, size: int, form: str) -> Any:
+    """The indexer's keys in `bf16` or `fp8`."""
+    keys = _bf16(batch, size, flash().index_head_dim)
+    return keys if form == "bf16" else jax.eval_shape(pack_keys, keys)
 
 
-def index_program(*, context: int, batch: int, nodes: int, key: str, impl: str) -> Program:
-    """The indexer's selection of one CSA layer; `key` is `bf16` or `fp8`."""
+def index_program(*, context: int, batch: int, nodes: int, form: str, impl: str) -> Program:
+    """The indexer's selection of one CSA layer; `form` is that of all keys."""
     cfg = flash()
     heads, dim = cfg.index_n_heads, cfg.index_head_dim
     own = _own_entries(nodes, CSA_RATIO)
     entries = IndexKeys(
-        _keys(batch, context // CSA_RATIO, key),
+        _keys(batch, context // CSA_RATIO, form),
         _int32(batch),
-        _keys(batch, own, key),
+        _keys(batch, own, form),
         _bits(batch, nodes, own),
     )
 
@@ -148,18 +144,25 @@ def index_program(*, context: int, batch: int, nodes: int, key: str, impl: str) 
     return bind("index_topk", impl, sizes, run, q, weight, entries)
 
 
-def expert_program(*, rows: int, impl: str) -> Program:
-    """The routed experts of one layer."""
+def _weights(rows: int, columns: int, form: str) -> Any:
+    """Stacked weights of all experts in `bf16`, `fp8` or `fp4`."""
+    plain = _bf16(flash().n_routed_experts, rows, columns)
+    pack: dict[str, Callable[..., Any]] = {"fp8": pack_fp8, "fp4": pack_fp4}
+    return plain if form == "bf16" else jax.eval_shape(pack[form], plain)
+
+
+def expert_program(*, rows: int, form: str, impl: str) -> Program:
+    """The routed experts of one layer; `form` is that of the weights."""
     cfg = flash()
-    experts, width, inner = cfg.n_routed_experts, cfg.hidden_size, cfg.moe_intermediate_size
-    choices = cfg.num_experts_per_tok
+    width, inner, choices = cfg.hidden_size, cfg.moe_intermediate_size, cfg.num_experts_per_tok
 
     def run(kernel: Any, *operands: Any) -> Any:
         return kernel(*operands, limit=cfg.swiglu_limit)
 
-    x, up, down = _bf16(rows, width), _bf16(experts, inner, width), _bf16(experts, width, inner)
-    operands = x, up, up, down, _int32(rows, choices), _float32(rows, choices)
-    program = bind("grouped_matmul", impl, {"rows": rows}, run, *operands)
-    routing = (*operands[4:], _array(jnp.bool_, rows))
-    arguments = "grouped_matmul", impl, {"rows": rows}, x, (up, up, down), routing
-    return program._replace(traffic=partial(count, *arguments, limit=cfg.swiglu_limit))
+    up, down = _weights(inner, width, form), _weights(width, inner, form)
+    x, routing = _bf16(rows, width), (_int32(rows, choices), _float32(rows, choices))
+    program = bind("grouped_matmul", impl, {"rows": rows}, run, x, up, up, down, *routing)
+    # The kernel takes its operands in groups, unlike the op.
+    arguments = x, (up, up, down), (*routing, _array(jnp.bool_, rows))
+    counted = partial(count, "grouped_matmul", impl, {"rows": rows}, *arguments)
+    return program._replace(traffic=partial(counted, limit=cfg.swiglu_limit))

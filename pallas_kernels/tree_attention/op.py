@@ -12,6 +12,7 @@ from pallas_kernels.tree_attention.sources import (
     Fp8Bytes,
     Fp8Entries,
     Own,
+    capacity_of,
 )
 
 __all__ = ["Bf16Words", "Committed", "Fp8Bytes", "Fp8Entries", "Own", "tree_attention"]
@@ -46,5 +47,6 @@ def tree_attention(
     Raises:
         ValueError: a named `impl` that cannot run.
     """
-    run = resolve(impl, "tree_attention", BACKENDS)
+    sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": capacity_of(committed)}
+    run = resolve(impl, "tree_attention", BACKENDS, sizes=sizes)
     return run(q, sink, committed, own, position=position)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 FP8_GROUP = 64
@@ -70,3 +71,9 @@ class Own(NamedTuple):
     row_bits: Any  # [B, N, ceil(M / 32)] uint32: ancestors and the node itself
     entries: Any = None  # [B, J, K], or None
     entry_bits: Any = None  # [B, N, ceil(J / 32)] uint32
+
+
+def capacity_of(committed: Committed) -> int:
+    """Places for committed entries, C."""
+    leaves = jax.tree.leaves(committed.entries)
+    return leaves[0].shape[1] if leaves else 0
