@@ -41,7 +41,8 @@ def tree_attention(
     Args:
         q: queries, bfloat16.
         sink: sinks.
-        committed: committed keys; `Fp8Entries` are brought to bfloat16 first.
+        committed: committed keys; `Fp8Entries` are brought to bfloat16 first, and a capacity that
+            is no multiple of 8 is copied to one.
         own: the block's own keys.
         position: positions of the queries.
         splits: blocks of threads that share the keys of 64 rows, static; 0: as many as occupy the

@@ -72,7 +72,7 @@ def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
         padded.append(jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, spare)]))
     count = len(sources)
     return Tiles(
-        sources,
+        [_whole(source) for source in sources],
         tuple(starts),
         jnp.concatenate(padded[:count], axis=-1),
         jnp.concatenate(padded[count:], axis=-1),
@@ -108,6 +108,11 @@ def default_splits(blocks: int, tiles: int, width: int) -> int:
     """As many as give every multiprocessor a block of threads and each block enough to do."""
     steps = -(-tiles // warpgroups(width))
     return max(1, min(SMS // blocks, steps // LEAST_STEPS))
+
+
+def _whole(source: Array) -> Array:
+    """Keys in whole lines of 8, as TMA reads them: a copy of a cache of another capacity."""
+    return jnp.pad(source, [(0, 0), (0, -source.shape[1] % 8), (0, 0)])
 
 
 def _pack(mask: Array) -> Array:

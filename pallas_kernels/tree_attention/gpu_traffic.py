@@ -53,6 +53,9 @@ def traffic(
         if entry != 2 * width:  # brought to bfloat16 first, all of them
             read += batch * capacity * entry
             written += batch * capacity * 2 * width
+        elif capacity % 8:
+            read += batch * capacity * entry
+            written += batch * (capacity + -capacity % 8) * entry
     words = 4 * batch * (nodes + 1) * tiles * (TILE // WORD)
     lists = 4 * (rows // TILE) * tiles
     splits = splits or default_splits(rows // TILE, tiles, width)
