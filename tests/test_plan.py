@@ -77,9 +77,19 @@ def test_gpu_kernels_are_read_from_what_is_printed() -> None:
     second = launch("build_kernel_spec", 512) + ptxas("choice", 40, (0, 0))
     scores = Kernel("scores", smem=4096, registers=168, spilled=16)
     choice = Kernel("choice", smem=512, registers=40, spilled=0)
-    assert dumps.gpu_kernels("noise\n" + first + second) == (scores, choice)
+    assert dumps.printed_kernels("noise\n" + first + second) == [scores, choice]
     alone = dataclasses.replace(choice, smem=None)
-    assert dumps.gpu_kernels(ptxas("choice", 40, (0, 0))) == (alone,)
+    assert dumps.printed_kernels(ptxas("choice", 40, (0, 0))) == [alone]
+
+    def call(key: str) -> str:
+        return f'custom-call(%a), custom_call_target="mosaic_gpu_v2", kernel_hash = "{key}", m\n'
+
+    known: dict[str, Kernel] = {}
+    quote = '\\A0\\"'
+    assert dumps.gpu_kernels(call("a") + call(quote), first + second, known) == (scores, choice)
+    assert dumps.gpu_kernels(call(quote) + call("a"), "", known) == (choice, scores)
+    (unknown,) = dumps.gpu_kernels(call("b"), first + second, known)
+    assert unknown.registers is None
 
 
 def test_outcomes_survive_the_way_through_text() -> None:
@@ -161,12 +171,15 @@ def test_a_tpu_kernel_is_read_right(target: str) -> None:
 
 @pytest.mark.aot
 def test_a_gpu_kernel_is_read_right() -> None:
-    doubles, plain = compile_here("h200", program("doubles"), program("plain"))
+    doubles, again, plain = compile_here(
+        "h200", program("doubles"), program("doubles"), program("plain")
+    )
     assert doubles.words == ""
     (kernel,) = doubles.kernels
     assert kernel.spilled == 0
     assert 8 <= kernel.registers <= 255
     assert 16 << 10 <= kernel.smem < 18 << 10
+    assert again.kernels == doubles.kernels
     assert plain.compiles
     assert plain.kernels == ()
 

@@ -70,8 +70,25 @@ def read_utilization(text: str) -> tuple[int, dict[str, tuple[int, int]]]:
     return len(rows), dict(zip(names, zip(filled, there, strict=True), strict=True))
 
 
-def gpu_kernels(said: str) -> tuple[Kernel, ...]:
-    """Mosaic GPU's kernels from what it says while it compiles: ptxas' lines and host code.
+def gpu_kernels(hlo: str, said: str, known: dict[str, Kernel]) -> tuple[Kernel, ...]:
+    """Mosaic GPU's kernels of a program.
+
+    Args:
+        hlo: the optimised program.
+        said: what was printed while it was compiled.
+        known: kernels by the hash that HLO gives them; new ones are added. A process compiles a
+            kernel once, and prints nothing of it later.
+    """
+    hashes = re.findall(r'custom_call_target="mosaic_gpu.*?kernel_hash = ("(?:[^"\\]|\\.)*")', hlo)
+    fresh = [key for key in dict.fromkeys(hashes) if key not in known]
+    printed = printed_kernels(said)
+    if len(fresh) == len(printed):
+        known.update(zip(fresh, printed, strict=True))
+    return tuple(known.get(key, Kernel("not told apart")) for key in hashes)
+
+
+def printed_kernels(said: str) -> list[Kernel]:
+    """Kernels in the order of their compilation, from ptxas' lines and the host's code.
 
     The host's launch names the shared memory after three sizes each of grid, cluster and block.
     """
@@ -81,10 +98,9 @@ def gpu_kernels(said: str) -> tuple[Kernel, ...]:
         r"\(ptr %[\w.]+, (?:i32 \d+, ){9}i32 (\d+),",
         said,
     )
-    sizes = (
-        [int(size) for size in launches] if len(launches) == len(blocks) else [None] * len(blocks)
-    )
-    return tuple(read_ptxas(block, size) for block, size in zip(blocks, sizes, strict=True))
+    known = len(launches) == len(blocks)
+    sizes = [int(size) for size in launches] if known else [None] * len(blocks)
+    return [read_ptxas(block, size) for block, size in zip(blocks, sizes, strict=True)]
 
 
 def read_ptxas(text: str, smem: int | None) -> Kernel:

@@ -16,8 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.plan import dumps, table
-from jaxspec.plan.program import Job, Outcome, Program
+from jaxspec.plan.program import Job, Kernel, Outcome, Program
 from jaxspec.plan.targets import TARGETS, Target, devices
+
+KNOWN_KERNELS: dict[str, Kernel] = {}
+"""What this process has compiled for a GPU."""
 
 
 @functools.cache
@@ -80,7 +83,8 @@ def run(job: Job, target: Target, dump: Path) -> Outcome:
     if target.kind == "tpu":
         kernels = dumps.tpu_kernels(hlo, dump, target.vmem)
     else:
-        kernels = dumps.gpu_kernels((dump / "printed").read_text(errors="replace"))
+        printed = (dump / "printed").read_text(errors="replace")
+        kernels = dumps.gpu_kernels(hlo, printed, KNOWN_KERNELS)
     return Outcome(
         job=job,
         compiles=True,
