@@ -1,6 +1,7 @@
 """The scripts for hardware, as far as a CPU goes: refusals, numbers, which choice is taken."""
 
 import datetime
+import inspect
 from pathlib import Path
 
 import pytest
@@ -89,6 +90,19 @@ def test_the_fastest_choice_is_taken_and_what_cannot_run_is_not(monkeypatch, cap
     assert tune.fastest(trial, "tpu", candidates) == {"tile": 64}
     assert "cannot run: RuntimeError: out of memory" in capsys.readouterr().out
     assert tune.fastest(trial, "tpu", candidates[1:2]) is None
+
+
+def test_candidates_are_choices_that_the_kernels_take() -> None:
+    for (op_name, impl), candidates in tune.CANDIDATES.items():
+        parameters = inspect.signature(kernel_trials.OPS[op_name].op.BACKENDS[impl]).parameters
+        taken = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        assert all(choices.keys() <= taken for choices in candidates)
+        assert len(candidates) > 1
+
+
+def test_what_ships_is_what_the_script_would_write() -> None:
+    text = (Path(tune.__file__).parents[1] / "pallas_kernels" / "tuned.toml").read_text()
+    assert tune.render(read_tuned(text)) == text
 
 
 def test_a_device_replaces_its_own_buckets_alone() -> None:
