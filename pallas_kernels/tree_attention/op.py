@@ -5,7 +5,7 @@ from __future__ import annotations
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.tree_attention import gpu, ref, tpu
+from pallas_kernels.tree_attention import cpu, gpu, ref, tpu
 from pallas_kernels.tree_attention.sources import (
     Bf16Words,
     Committed,
@@ -19,7 +19,7 @@ __all__ = ["Bf16Words", "Committed", "Fp8Bytes", "Fp8Entries", "Own", "tree_atte
 
 BACKENDS: Backends = {
     "ref": ref.tree_attention,
-    "cpu": ref.tree_attention,
+    "cpu": cpu.tree_attention,
     "tpu": tpu.tree_attention,
     "gpu": gpu.tree_attention,
 }
