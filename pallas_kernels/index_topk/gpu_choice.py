@@ -24,7 +24,7 @@ BLOCK = WORD * LINES
 DIGIT = 4
 """Bits that one pass over the orders finds."""
 MATRIX = plgpu.Layout.WGMMA
-ROW = MATRIX.reduce(1)
+ROW, COLUMN = MATRIX.reduce(1), MATRIX.reduce(0)
 
 
 class Scratch(NamedTuple):
@@ -70,7 +70,9 @@ def choose(
             plgpu.Barrier(num_arrivals=groups),
             plgpu.Barrier(num_arrivals=groups),
         ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
+        ),
         interpret=interpret,
     )
     return run(orders.reshape(batch, nodes, size // WORD, WORD), tiles)
@@ -117,25 +119,28 @@ class Node(NamedTuple):
         return self._sums(lax.fori_loop(0, self.blocks, add, zero))
 
     def _sums(self, counts: list[Array]) -> list[Array]:
-        """Sums over rows and warpgroups, the same for all."""
-        if self.groups == 1:
-            return [n.sum() for n in counts]
+        """Sums over rows and warpgroups, the same for all.
+
+        Rows lie in different warps. They are summed as columns, which every warp holds: a sum
+        across warps would go through memory that Pallas shares between warpgroups.
+        """
         for k, n in enumerate(counts):
             self.scratch.counts[lax.axis_index("group"), k] = n
-        _meet(self.scratch.counted)
+        _meet(self.scratch.counted, self.groups)
         sums = []
         for k in range(len(counts)):
-            every = plgpu.layout_cast(self.scratch.counts[0, k], ROW)
+            every = plgpu.layout_cast(self.scratch.counts[0, k], COLUMN)
             for group in range(1, self.groups):
-                every = every + plgpu.layout_cast(self.scratch.counts[group, k], ROW)
+                every = every + plgpu.layout_cast(self.scratch.counts[group, k], COLUMN)
             sums.append(every.sum())
-        _meet(self.scratch.read)
+        _meet(self.scratch.read, self.groups)
         return sums
 
 
-def _meet(barrier: Any) -> None:
-    plgpu.barrier_arrive(barrier)
-    plgpu.barrier_wait(barrier)
+def _meet(barrier: Any, groups: int) -> None:
+    if groups > 1:
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)
 
 
 def _choose(node: Node, topk: int) -> None:

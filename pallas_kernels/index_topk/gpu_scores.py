@@ -80,7 +80,9 @@ def orders(operands: Operands, shape: Shape) -> Array:
             plgpu.Barrier(num_arrivals=shape.chunk + 1),
             plgpu.Barrier(num_barriers=GROUPS * SLOTS),
         ],
-        compiler_params=plgpu.CompilerParams(lowering_semantics=LoweringSemantics.Lane),
+        compiler_params=plgpu.CompilerParams(
+            reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
+        ),
         interpret=shape.interpret,
     )
     return run(*operands)

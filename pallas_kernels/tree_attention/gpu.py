@@ -10,12 +10,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention import gpu_kernel
 from pallas_kernels.tree_attention.forms import dequantise
-from pallas_kernels.tree_attention.gpu_kernel import LOG2E, TILE, Results, Shape
+from pallas_kernels.tree_attention.gpu_layout import LOG2E, TILE, Operands, Results, Shape
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
     lists_of,
     padded_heads,
     tiles_of,
+    unpacks,
 )
 from pallas_kernels.tree_attention.gpu_traffic import traffic
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
@@ -41,8 +42,9 @@ def tree_attention(
     Args:
         q: queries, bfloat16.
         sink: sinks.
-        committed: committed keys; `Fp8Entries` are brought to bfloat16 first, and a capacity that
-            is no multiple of 8 is copied to one.
+        committed: committed keys. `Fp8Entries` are brought to bfloat16 in shared memory, or first
+            if their parts are no multiples of 64 dims; a capacity that is no multiple of 8 (16 for
+            their scales) is copied to one.
         own: the block's own keys.
         position: positions of the queries.
         splits: blocks of threads that share the keys of 64 rows, static; 0: as many as occupy the
@@ -54,7 +56,7 @@ def tree_attention(
     """
     if interpret and not hasattr(plgpu, "InterpretGPUParams"):
         raise ValueError("this jax's interpreter of GPU kernels transposes no operand; 0.12's does")
-    committed = _plain(committed)
+    committed = _readable(committed)
     _check(q, committed, own)
     batch, nodes, heads, width = q.shape
     tiles = tiles_of(committed, own, position)
@@ -67,27 +69,29 @@ def tree_attention(
     splits = splits or default_splits(batch * q.shape[1] // TILE, tiles.starts[-1], width)
     shape = Shape(padded, splits, tiles.starts, interpret)
     lists = lists_of(words, padded)
-    operands = gpu_kernel.Operands(
-        q, tiles.sources, words, tiles.valid, *lists, sinks.astype(jnp.float32)
-    )
+    operands = Operands(q, tiles.sources, words, tiles.valid, *lists, sinks.astype(jnp.float32))
     result = gpu_kernel.attend(operands, shape)
     out = result.out[:, 0] if splits == 1 else _combine(result, sinks)
     return out.reshape(batch, -1, padded, width)[:, :nodes, :heads]
 
 
-def _plain(committed: Committed) -> Committed:
-    if isinstance(committed.entries, Fp8Entries):
-        return committed._replace(entries=dequantise(committed.entries))
+def _readable(committed: Committed) -> Committed:
+    """FP8 entries whose parts are no whole groups of 64 are brought to bfloat16 first."""
+    entries = committed.entries
+    if isinstance(entries, Fp8Entries) and not unpacks(entries):
+        return committed._replace(entries=dequantise(entries))
     return committed
 
 
 def _check(q: Array, committed: Committed, own: Own) -> None:
     sources = [committed.ring, own.rows]
     if committed.entries is not None:
-        if not hasattr(committed.entries, "shape"):
+        sources.append(own.entries)
+        if hasattr(committed.entries, "shape"):
+            sources.append(committed.entries)
+        elif not isinstance(committed.entries, Fp8Entries):
             kind = type(committed.entries).__name__
             raise ValueError(f"the GPU kernel reads plain entries and Fp8Entries, not {kind}")
-        sources += [committed.entries, own.entries]
     for array in (q, *sources):
         if array.dtype != jnp.bfloat16:
             raise ValueError(

@@ -8,8 +8,6 @@ values, so a tile is fetched once, by TMA, and refilled as soon as both have use
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -19,92 +17,40 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-TILE = 64
-"""Query rows of a block of threads, and keys of a tile: the rows of one wgmma."""
-LOWEST = float(jnp.finfo(jnp.float32).min)
-LOG2E = math.log2(math.e)
-ALL_BITS = 0xFFFFFFFF
-MATRIX = plgpu.Layout.WGMMA
-ROW = plgpu.Layout.WGMMA.reduce(1)
-
-
-class Shape(NamedTuple):
-    """Static sizes of one call."""
-
-    heads: int  # padded: a power of two up to 64, or a multiple of 64
-    splits: int  # blocks of threads that share a list of tiles
-    starts: tuple[int, ...]  # first tile of each source, then the number of tiles
-    interpret: Any
-
-    @property
-    def last(self) -> int:
-        """The number of tiles of all sources."""
-        return self.starts[-1]
-
-
-class Operands(NamedTuple):
-    """Arrays, or references to them in global memory."""
-
-    q: Any  # [B, R, K]: a row is a (node, head) pair
-    sources: Sequence[Any]  # of keys, [B, M, K] each
-    words: Any  # [B, nodes, 2 last] uint32: which keys of a tile a node sees
-    valid: Any  # [B, 2 last] uint32: which keys of a tile hold anything
-    tiles: Any  # [B R / 64, even] int32: the tiles that matter to 64 rows, then padding
-    counts: Any  # [B R / 64] int32: how many these are
-    sink: Any  # [max(heads, 64)] float32, repeated over the rows of a tile
-
-
-class Results(NamedTuple):
-    """Arrays, or references to them; the last two only where there are several splits."""
-
-    out: Any  # [B, splits, R, K] float32
-    top: Any  # [B, splits, R] float32: maxima of the scores, times log2(e)
-    total: Any  # [B, splits, R] float32: sums of the weights
-
-
-class Scratch(NamedTuple):
-    """References to shared memory and barriers."""
-
-    q: Any  # [1, 64, K]
-    keys: Any  # [groups, 64, K]
-    weights: Any  # [groups, 64, 64]
-    rows: Any  # [groups, 64] float32
-    sink: Any  # [64] float32
-    q_ready: Any
-    key_ready: Any
-    rows_ready: Any
-    weights_ready: Any
-    keys_used: Any
-
-
-class Softmax(NamedTuple):
-    """The state of the online softmax of one warpgroup, in registers."""
-
-    top: Array  # [64]: over the keys of both warpgroups
-    total: Array  # [64]: over its own keys
-    out: Array  # [64, its columns]
-
-
-def warpgroups(width: int) -> int:
-    """How many share a block of threads; each needs 64 columns of the output at the least."""
-    return 2 if width % 128 == 0 else 1
+from pallas_kernels.tree_attention.gpu_layout import (
+    ALL_BITS,
+    LOG2E,
+    LOWEST,
+    MATRIX,
+    ROW,
+    STAGES,
+    TILE,
+    Fp8Source,
+    Operands,
+    Results,
+    Scratch,
+    Shape,
+    Softmax,
+    along,
+    full,
+    pieces,
+    scratch_types,
+    warpgroups,
+)
 
 
 def attend(operands: Operands, shape: Shape) -> Results:
     """Runs the kernel; what comes out is normalised, sink included, where `splits` is 1."""
     q = operands.q
     batch, rows, width = q.shape
-    sources = len(operands.sources)
+    given, tree = jax.tree.flatten(operands)
     groups = warpgroups(width)
+    fp8 = any(isinstance(source, Fp8Source) for source in operands.sources)
 
-    def kernel(q_ref: Any, *refs: Any) -> None:
-        rest = refs[sources:]
-        _block(
-            Operands(q_ref, refs[:sources], *rest[:5]),
-            Results(*rest[5:8]),
-            Scratch(*rest[8:]),
-            shape,
-        )
+    def kernel(*refs: Any) -> None:
+        results, scratch = refs[len(given) : len(given) + 3], refs[len(given) + 3 :]
+        ref = jax.tree.unflatten(tree, refs[: len(given)])
+        _block(ref, Results(*results), Scratch(*scratch), shape)
 
     statistics = jax.ShapeDtypeStruct((batch, shape.splits, rows), jnp.float32)
     run = plgpu.kernel(
@@ -119,30 +65,16 @@ def attend(operands: Operands, shape: Shape) -> Results:
         grid_names=("split", "batch", "tile"),
         num_threads=groups,
         thread_name="group",
-        scratch_types=_scratch(groups, width, q.dtype),
+        scratch_types=scratch_types(groups, width, q.dtype, fp8),
         compiler_params=plgpu.CompilerParams(
-            approx_math=True, lowering_semantics=LoweringSemantics.Lane
+            approx_math=True,
+            # Rows are reduced within a warp, without shared memory.
+            reduction_scratch_bytes=0,
+            lowering_semantics=LoweringSemantics.Lane,
         ),
         interpret=shape.interpret,
     )
-    return Results(*run(q, *operands.sources, *operands[2:]))
-
-
-def _scratch(groups: int, width: int, dtype: Any) -> list[Any]:
-    columns = 128 // jnp.dtype(dtype).itemsize
-    swizzle = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
-    return [
-        plgpu.SMEM((1, TILE, width), dtype, transforms=swizzle),
-        plgpu.SMEM((groups, TILE, width), dtype, transforms=swizzle),
-        plgpu.SMEM((groups, TILE, TILE), dtype, transforms=swizzle),
-        plgpu.SMEM((groups, TILE), jnp.float32),
-        plgpu.SMEM((TILE,), jnp.float32),
-        plgpu.Barrier(num_arrivals=2),
-        plgpu.Barrier(num_barriers=groups),
-        plgpu.Barrier(num_arrivals=groups),
-        plgpu.Barrier(num_arrivals=groups),
-        plgpu.Barrier(num_arrivals=groups, num_barriers=groups),
-    ]
+    return Results(*run(*given))
 
 
 class _Place(NamedTuple):
@@ -159,6 +91,11 @@ class _Place(NamedTuple):
     first: Array  # step of this split
     steps: Array  # of this split
     listed: Array  # tiles on the list
+
+    @property
+    def fp8(self) -> bool:
+        """Whether a source is in FP8."""
+        return any(isinstance(source, Fp8Source) for source in self.ref.sources)
 
     def tile(self, step: Array, group: Any) -> Array:
         """The tile that a warpgroup has at a step."""
@@ -179,7 +116,7 @@ def _block(ref: Operands, result: Results, scratch: Scratch, shape: Shape) -> No
     def _() -> None:
         plgpu.copy_gmem_to_smem(ref.q.at[batch, pl.ds(row, TILE)], scratch.q.at[0], scratch.q_ready)
         sink = ref.sink.at[pl.ds(row % ref.sink.shape[0], TILE)]
-        plgpu.copy_gmem_to_smem(sink, scratch.sink, scratch.q_ready)
+        plgpu.copy_gmem_to_smem(sink, scratch.rows.at[groups], scratch.q_ready)
 
         @pl.when(steps > 0)
         def _() -> None:
@@ -190,21 +127,12 @@ def _block(ref: Operands, result: Results, scratch: Scratch, shape: Shape) -> No
     columns = ref.q.shape[2] // groups
     state = Softmax(
         # Above LOWEST, so that a masked score weighs nothing even where a row sees no key yet.
-        _full((TILE,), LOWEST / 2, ROW),
-        _full((TILE,), 0.0, ROW),
-        _full((TILE, columns), 0.0, MATRIX),
+        full((TILE,), LOWEST / 2, ROW),
+        full((TILE,), 0.0, ROW),
+        full((TILE, columns), 0.0, MATRIX),
     )
     state = lax.fori_loop(first, first + steps, lambda i, state: _step(at, i, state), state)
     _finish(at, split, result, state)
-
-
-def _full(shape: tuple[int, ...], value: float, layout: Any, dtype: Any = jnp.float32) -> Array:
-    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
-
-
-def _along(rows: Array, columns: int) -> Array:
-    """A value for each row, `[64]`, to `[64, columns]`."""
-    return lax.broadcast_in_dim(rows, (TILE, columns), (0,))
 
 
 def _meet(barrier: Any, groups: int) -> None:
@@ -217,16 +145,64 @@ def _meet(barrier: Any, groups: int) -> None:
 def _fetch(at: _Place, step: Array, group: int) -> None:
     """Starts the copy of a warpgroup's tile; rows beyond the source's end come as zeros."""
     tile = at.tile(step, group)
-    for index, keys in enumerate(at.ref.sources):
+    for index, source in enumerate(at.ref.sources):
         start, end = at.shape.starts[index : index + 2]
 
         @pl.when((tile >= start) & (tile < end))
-        def _(keys: Any = keys, start: int = start) -> None:
-            plgpu.copy_gmem_to_smem(
-                keys.at[at.batch, pl.ds((tile - start) * TILE, TILE)],
-                at.scratch.keys.at[group],
-                at.scratch.key_ready.at[group],
-            )
+        def _(source: Any = source, start: int = start) -> None:
+            keys, first = source, 0
+            if isinstance(source, Fp8Source):  # the rest follows in `_unpack`
+                keys, first = source.rotary, at.ref.q.shape[2] - TILE
+            count = pieces(at.fp8)
+            for piece in range(count):
+                lines = pl.ds(piece * (TILE // count), TILE // count)
+                rows = pl.ds((tile - start) * TILE + piece * (TILE // count), TILE // count)
+                plgpu.copy_gmem_to_smem(
+                    keys.at[at.batch, rows],
+                    at.scratch.keys.at[group, lines, first:],
+                    at.scratch.key_ready.at[group],
+                )
+
+
+def _unpack(at: _Place, step: Array) -> None:
+    """Brings the warpgroup's tile from FP8 to bfloat16, a group of 64 values a key at a time."""
+    tile = at.tile(step, at.group)
+    for index, source in enumerate(at.ref.sources):
+        start, end = at.shape.starts[index : index + 2]
+        if isinstance(source, Fp8Source):
+
+            @pl.when((tile >= start) & (tile < end))
+            def _(source: Fp8Source = source, start: int = start) -> None:
+                _unpack_tile(at, source, (tile - start) * TILE)
+
+
+def _unpack_tile(at: _Place, source: Fp8Source, row: Array) -> None:
+    scratch, count = at.scratch, source.scale.shape[1]
+
+    def bring(part: Array, stage: Array) -> None:
+        rows, barrier = pl.ds(row, TILE), scratch.staged_ready.at[stage]
+        values = source.values.at[at.batch, rows, pl.ds(part * TILE, TILE)]
+        plgpu.copy_gmem_to_smem(values, scratch.staged.at[stage], barrier)
+        scales = source.scale.at[at.batch, part, pl.ds(row, 2 * TILE)]
+        plgpu.copy_gmem_to_smem(scales, scratch.scales.at[stage], barrier)
+
+    for part in range(min(STAGES, count)):
+        bring(jnp.int32(part), at.group * STAGES + part)
+
+    @pl.loop(0, count)
+    def _(part: Array) -> None:
+        stage = at.group * STAGES + lax.rem(part, STAGES)
+        plgpu.barrier_wait(scratch.staged_ready.at[stage])
+        values = plgpu.layout_cast(scratch.staged[stage], MATRIX).astype(jnp.float32)
+        exponent = plgpu.layout_cast(scratch.scales[stage, :TILE], ROW).astype(jnp.uint32)
+        scale = lax.bitcast_convert_type(exponent << jnp.uint32(23), jnp.float32)
+        keys = scratch.keys.at[at.group, :, pl.ds(part * TILE, TILE)]
+        keys[...] = (values * along(scale, TILE)).astype(keys.dtype)
+        plgpu.commit_smem()
+
+        @pl.when(part + STAGES < count)
+        def _() -> None:
+            bring(part + STAGES, stage)
 
 
 def _step(at: _Place, step: Array, state: Softmax) -> Softmax:
@@ -237,6 +213,7 @@ def _step(at: _Place, step: Array, state: Softmax) -> Softmax:
     # wgmma in registers, a hundred of them, and spill the output.
     zero = jnp.where(at.tile(step, group) < 0, 1, 0)
     plgpu.barrier_wait(scratch.key_ready.at[group])
+    _unpack(at, step)
     _clear(at, step)
 
     def product(acc: Any) -> Array:
@@ -250,13 +227,13 @@ def _step(at: _Place, step: Array, state: Softmax) -> Softmax:
     top = state.top
     for g in range(at.groups):
         top = jnp.maximum(top, plgpu.layout_cast(scratch.rows[g], ROW))
-    weights = jnp.exp2(scores - _along(top, TILE))
+    weights = jnp.exp2(scores - along(top, TILE))
     kept = jnp.exp2(state.top - top)
     total = state.total * kept + weights.sum(axis=1)
     scratch.weights[group] = weights.astype(scratch.weights.dtype)
     plgpu.commit_smem()
     _meet(scratch.weights_ready, at.groups)
-    out = state.out * _along(kept, width // at.groups)
+    out = state.out * along(kept, width // at.groups)
     for g in range(at.groups):
         out = _add_product(at, g + zero, out)
         _refill(at, step, g)
@@ -312,10 +289,10 @@ def _seen(at: _Place, step: Array) -> list[Array]:
     row = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
     words = []
     for half in range(2):
-        every = _full((TILE,), 0, ROW, jnp.uint32)
+        every = full((TILE,), 0, ROW, jnp.uint32)
         for k in range(TILE // heads):
             every = jnp.where(row // heads == k, word(node + k, half), every)
-        words.append(_along(every, TILE))
+        words.append(along(every, TILE))
     return words
 
 
@@ -353,10 +330,10 @@ def _finish(at: _Place, split: Array, result: Results, state: Softmax) -> None:
         total = total + plgpu.layout_cast(scratch.rows[g], ROW)
     columns = out.shape[1]
     if at.shape.splits == 1:
-        sink = plgpu.layout_cast(scratch.sink[...], ROW) * LOG2E
+        sink = plgpu.layout_cast(scratch.rows[at.groups], ROW) * LOG2E
         highest = jnp.maximum(top, sink)
         kept = jnp.exp2(top - highest)
-        out = out * _along(kept / (total * kept + jnp.exp2(sink - highest)), columns)
+        out = out * along(kept / (total * kept + jnp.exp2(sink - highest)), columns)
     else:
 
         @pl.when(at.group == 0)

@@ -6,13 +6,14 @@ these words are all that says who sees what. They hold an eighth of a byte for e
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.tree_attention.gpu_kernel import TILE, warpgroups
-from pallas_kernels.tree_attention.sources import Committed, Own
+from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, warpgroups
+from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 
 WORD = 32
 SMS = 132
@@ -24,7 +25,7 @@ LEAST_STEPS = 4
 class Tiles(NamedTuple):
     """Sources in the order of the kernel, and who sees what of them."""
 
-    sources: list[Array]  # [B, M, K]
+    sources: list[Any]  # [B, M, K] or `Fp8Source`
     starts: tuple[int, ...]  # first tile of each source, then the number of tiles
     words: Array  # [B, N, 2 tiles] uint32
     valid: Array  # [B, 2 tiles] uint32: keys that hold something
@@ -49,11 +50,11 @@ def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
         mine = near & _pack(jnp.arange(rows) <= jnp.arange(position.shape[1])[:, None])
     else:
         mine = near & own.row_bits
-    sources = [committed.ring, own.rows]
+    sources: list[Any] = [committed.ring, own.rows]
     words = [_pack(ring), mine]
     valid = [_pack(held >= 0), _any(mine)]
     if committed.entries is not None:
-        capacity = committed.entries.shape[1]
+        capacity = rows_of(committed.entries)
         there = _below(
             jnp.minimum(committed.length // committed.ratio, capacity), -(-capacity // WORD)
         )
@@ -66,9 +67,9 @@ def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
         valid += [there, _any(mine)]
     starts, padded = [0], []
     for source in sources:
-        starts.append(starts[-1] + -(-source.shape[1] // TILE))
+        starts.append(starts[-1] + -(-rows_of(source) // TILE))
     for source, bits in zip(sources + sources, words + valid, strict=True):
-        spare = -(-source.shape[1] // TILE) * (TILE // WORD) - bits.shape[-1]
+        spare = -(-rows_of(source) // TILE) * (TILE // WORD) - bits.shape[-1]
         padded.append(jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, spare)]))
     count = len(sources)
     return Tiles(
@@ -110,8 +111,21 @@ def default_splits(blocks: int, tiles: int, width: int) -> int:
     return max(1, min(SMS // blocks, steps // LEAST_STEPS))
 
 
-def _whole(source: Array) -> Array:
+def unpacks(entries: Fp8Entries) -> bool:
+    """Whether the kernel reads these FP8 entries as they are."""
+    return entries.values.shape[-1] % TILE == 0 and entries.rotary.shape[-1] == TILE
+
+
+def rows_of(keys: Any) -> int:
+    """The number of keys of a sequence."""
+    return jax.tree.leaves(keys)[0].shape[1]
+
+
+def _whole(source: Any) -> Any:
     """Keys in whole lines of 8, as TMA reads them: a copy of a cache of another capacity."""
+    if isinstance(source, Fp8Entries):
+        scale = jnp.pad(source.scale, [(0, 0), (0, -rows_of(source) % 16), (0, 0)])
+        return Fp8Source(_whole(source.values), scale.swapaxes(1, 2), _whole(source.rotary))
     return jnp.pad(source, [(0, 0), (0, -source.shape[1] % 8), (0, 0)])
 
 

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax import Array
 
-from pallas_kernels.tree_attention.gpu_kernel import TILE
-from pallas_kernels.tree_attention.gpu_tiles import WORD, default_splits, padded_heads
-from pallas_kernels.tree_attention.sources import Committed, Own
+from pallas_kernels.tree_attention.gpu_layout import TILE
+from pallas_kernels.tree_attention.gpu_tiles import WORD, default_splits, padded_heads, unpacks
+from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 
 
 def traffic(
@@ -49,8 +49,13 @@ def traffic(
             least += 4 * nodes * int((-(-counts // WORD)).sum())
             seen, touched = _touched(committed, nodes, counts)
         least += int(seen.sum()) * entry
-        read += int(np.minimum(touched, capacity).sum()) * 2 * width
-        if entry != 2 * width:  # brought to bfloat16 first, all of them
+        in_place = isinstance(committed.entries, Fp8Entries) and unpacks(committed.entries)
+        touched = np.minimum(touched, capacity)
+        read += int(touched.sum()) * (entry if in_place else 2 * width)
+        if in_place:  # scales are turned first
+            read += _bytes(committed.entries.scale)
+            written += _bytes(committed.entries.scale)
+        elif entry != 2 * width:  # brought to bfloat16 first, all of them
             read += batch * capacity * entry
             written += batch * capacity * 2 * width
         elif capacity % 8:
