@@ -23,7 +23,7 @@ KNOWN = [
     # XLA's own ragged product serves GPUs.
     ("gpu", r"grouped_matmul", "does not compile"),
 ]
-"""Limits that are known to be broken: kind of target, name of the job, what is said; why is above."""
+"""Limits that are known to be broken: kind of target, name of the job, what is said; why, above."""
 
 
 def hold_to_limits(target_name: str, wanted: list[Job]) -> None:
