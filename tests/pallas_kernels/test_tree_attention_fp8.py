@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import forms, ref
+from pallas_kernels.tree_attention import forms
 
 
 def serial(row: np.ndarray, rotary: int) -> np.ndarray:
