@@ -24,11 +24,14 @@ import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.grouped_matmul.packed import Weights
+from pallas_kernels.grouped_matmul.ref import dequantise
+
 SINGLE_PAIRS = 4  # mean pairs of an expert up to which they are visited one by one
 LEAST_COLUMNS = 32  # of a matrix product: fewer cost as much
 COLUMN_STEP = 16
 
-Weights = tuple[Array, Array, Array]  # w1 [X, I, E], w3 [X, I, E], w2 [X, E, I]
+Arrays = tuple[Array, Array, Array]  # w1 [X, I, E], w3 [X, I, E], w2 [X, E, I]
 Routing = tuple[Array, Array, Array]  # expert, weight, live
 
 
@@ -54,13 +57,19 @@ class Tile(NamedTuple):
     valid: Array  # [T] bool
 
 
-def grouped_matmul(x: Array, weights: Weights, routing: Routing, *, limit: float) -> Array:
-    """See `op.grouped_matmul`; `weights` is (w1, w3, w2), `routing` (expert, weight, live)."""
-    return _experts(limit, x, weights, routing)
+def grouped_matmul(
+    x: Array, weights: tuple[Weights, Weights, Weights], routing: Routing, *, limit: float
+) -> Array:
+    """See `op.grouped_matmul`; `weights` is (w1, w3, w2), `routing` (expert, weight, live).
+
+    Packed weights are all dequantised first: right, and no faster than the definition.
+    """
+    w1, w3, w2 = (dequantise(w) for w in weights)
+    return _experts(limit, x, (w1, w3, w2), routing)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Array:
+def _experts(limit: float, x: Array, weights: Arrays, routing: Routing) -> Array:
     w1, w3, w2 = weights
     expert, weight, live = routing
     size = tile_size(expert.size, len(w1))
@@ -91,7 +100,7 @@ def _experts(limit: float, x: Array, weights: Weights, routing: Routing) -> Arra
     return _sum_choices(y, slot, live, expert.shape)
 
 
-def _run_batch(limit: float, rows: Array, weights: Weights, scale: Array) -> Array:
+def _run_batch(limit: float, rows: Array, weights: Arrays, scale: Array) -> Array:
     """Rows `[X, T, E]` and their weights `[X, T]` through their experts, to `[X * T, E]`."""
     if rows.shape[1] == 0:
         return rows.reshape(0, rows.shape[2])
@@ -176,7 +185,7 @@ def _sum_choices(rows: Array, slot: Array, live: Array, shape: tuple[int, ...]) 
     return jnp.where(live[:, None], pairs.sum(1), 0)
 
 
-def _keep(limit: float, x: Array, weights: Weights, routing: Routing) -> tuple[Array, Any]:
+def _keep(limit: float, x: Array, weights: Arrays, routing: Routing) -> tuple[Array, Any]:
     return _experts(limit, x, weights, routing), (x, weights, routing)
 
 

@@ -7,22 +7,25 @@ from typing import NamedTuple
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.index_topk import cpu, ref
+from pallas_kernels.index_topk import cpu, gpu, ref, tpu
+from pallas_kernels.index_topk.packed import PackedKeys, pack_keys, values
+
+__all__ = ["IndexKeys", "PackedKeys", "index_topk", "pack_keys"]
 
 BACKENDS: Backends = {
     "ref": ref.index_topk,
     "cpu": cpu.index_topk,
-    "tpu": "the TPU kernel is not written yet; use 'ref'",
-    "gpu": "the GPU kernel is not written yet; use 'ref'",
+    "tpu": tpu.index_topk,
+    "gpu": gpu.index_topk,
 }
 
 
 class IndexKeys(NamedTuple):
     """Entries to choose from, in the order of serial decoding: committed ones, then the block's."""
 
-    keys: Array  # [B, C, ci]
+    keys: Array | PackedKeys  # [B, C, ci]
     committed: Array  # [B] int32: committed entries, visible to every node
-    own: Array  # [B, J, ci]
+    own: Array | PackedKeys  # [B, J, ci]
     own_bits: Array  # [B, N, ceil(J / 32)] uint32: which of the block's entries a node sees
 
 
@@ -48,5 +51,6 @@ def index_topk(
     Raises:
         ValueError: a named `impl` that cannot run.
     """
-    run = resolve(impl, "index_topk", BACKENDS)
+    sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": values(entries.keys).shape[1]}
+    run = resolve(impl, "index_topk", BACKENDS, sizes=sizes)
     return run(q, weight, entries, topk=topk)

@@ -9,6 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.index_topk.packed import unpack_keys
+
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
@@ -37,7 +39,8 @@ def index_topk(
 ) -> tuple[Array, Array]:
     """See `op.index_topk`; `largest` is what chooses."""
     batch, nodes = q.shape[:2]
-    capacity, own = entries.keys.shape[1], entries.own.shape[1]
+    keys, own_keys = unpack_keys(entries.keys), unpack_keys(entries.own)
+    capacity, own = keys.shape[1], own_keys.shape[1]
     there = jnp.arange(capacity) < entries.committed[:, None]
     visible = jnp.concatenate(
         [
@@ -47,7 +50,7 @@ def index_topk(
         axis=-1,
     )
     if capacity + own > topk:
-        parts = [index_scores(q, weight, keys) for keys in (entries.keys, entries.own)]
+        parts = [index_scores(q, weight, k) for k in (keys, own_keys)]
         scores = jnp.where(visible, jnp.concatenate(parts, axis=-1), LOWEST)
         visible = visible & largest(scores, topk)
     return _pack(visible[..., :capacity]), _pack(visible[..., capacity:])
