@@ -205,7 +205,10 @@ def execute(job: Job, session: Session, console: Console) -> int:
         try:
             report.write_json(job.json, report.to_json(job.model, job.run, runs, divergences))
         except OSError as error:
-            print(f"jaxspec.run: {job.json} was not written: {error.strerror}", file=sys.stderr)
+            print(
+                f"jaxspec.run: {job.json} was not written: {error.strerror or error}",
+                file=sys.stderr,
+            )
             return 1
     return status
 
@@ -254,7 +257,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         return exit_status(interrupt)
     except OSError as error:
         if not isinstance(error, BrokenPipeError):  # a reader that left wants to hear no more
-            print(f"jaxspec.run: the output was not written: {error.strerror}", file=sys.stderr)
+            print(
+                f"jaxspec.run: the output was not written: {error.strerror or error}",
+                file=sys.stderr,
+            )
         # What is still buffered for standard output cannot be written at Python's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,18 +27,14 @@ KEPT = 2
 
 @contextlib.contextmanager
 def open_folder(path: Path) -> Iterator[RunFolder]:
-    """The folder, held against other processes; at the end a state on its way is waited for.
+    """The folder, held against other processes.
 
     Raises:
         UsageError: another process is training in it.
         OSError: it cannot be written.
     """
     with sole_writer(path):
-        folder = RunFolder(path)
-        try:
-            yield folder
-        finally:
-            folder.finish()
+        yield RunFolder(path)
 
 
 class RunFolder:
@@ -48,7 +45,10 @@ class RunFolder:
         self.model = path / "model"
         remove_partial(path)
         remove_partial(self.model)
-        options = ocp.CheckpointManagerOptions(max_to_keep=KEPT, create=True)
+        # A state is on disk before the next step, so that a kill costs no more than it must.
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=KEPT, create=True, enable_async_checkpointing=False
+        )
         self._states = ocp.CheckpointManager((path / "state").absolute(), options=options)
 
     def read_state(self, like: Any) -> tuple[int, Any]:
@@ -74,18 +74,13 @@ class RunFolder:
         return step, like
 
     def save_state(self, step: int, state: Any) -> None:
-        """Begins to write a state, after the one before it has been written.
-
-        Raises:
-            OSError: that one could not be written, or this one cannot.
-        """
-        with self._told():
-            self._states.save(step, args=ocp.args.StandardSave(state))
-
-    def finish(self) -> None:
-        """Waits for the state that is being written. Raises OSError if it cannot be."""
-        with self._told():
-            self._states.wait_until_finished()
+        """Writes a state; the one before the last is removed. Raises OSError."""
+        try:
+            with _one_failure_is_enough():
+                self._states.save(step, args=ocp.args.StandardSave(state))
+        except Exception as error:  # orbax raises whatever its parts raise
+            said = _first_line(error)
+            raise OSError(f"{self._states.directory} was not written: {said}") from None
 
     def save_model(self, params: ModelParams, cfg: ModelConfig, tokenizer: Path) -> None:
         """Writes `model/` in bfloat16, with the tokenizer's file. Raises OSError."""
@@ -112,16 +107,6 @@ class RunFolder:
             with replacing(self._log_file) as draft:
                 draft.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
-    @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
-        """What orbax raises when it cannot write, as an OSError of one line."""
-        try:
-            yield
-        except Exception as error:  # orbax raises whatever its parts raise
-            raise OSError(f"{self._states.directory} was not written: {_first_line(error)}") from (
-                error
-            )
-
 
 def _step_of(line: str) -> int:
     """A log line's step, or 0 if it is none."""
@@ -138,18 +123,26 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _one_failure_is_enough() -> Iterator[None]:
-    """Keeps quiet about reads that fail beside the first one, whose exception is raised.
+    """Keeps quiet about what fails beside the first failure, whose exception is raised.
 
-    orbax reads all leaves at once and closes its event loop at the first failure; each read that is
-    still on its way then ends with a traceback of its own on standard error, in its own time.
+    orbax works on all leaves at once, logs what stops it, and closes its event loop at the first
+    failure; each leaf that is still on its way then ends with a traceback of its own on standard
+    error, in its own time.
     """
-    report = sys.unraisablehook
+    report, logger = sys.unraisablehook, logging.getLogger("absl")
 
     def hook(unraisable: Any) -> None:
         said = str(unraisable.exc_value)
         if "Event loop is closed" not in said and "TensorStore" not in said:
             report(unraisable)
 
+    def refuse(record: logging.LogRecord) -> bool:
+        return False
+
+    logger.addFilter(refuse)
     sys.unraisablehook = hook
-    yield
+    try:
+        yield
+    finally:
+        logger.removeFilter(refuse)
     sys.unraisablehook = report  # not after a failure
