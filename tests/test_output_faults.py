@@ -52,13 +52,13 @@ def test_standard_output_on_a_full_disk_is_one_line_and_status_1() -> None:
 
 def limited(argv: list[str], most: int) -> subprocess.CompletedProcess[str]:
     """The command with files of at most so many bytes, as on a disk with so much room."""
+    limit = f"import resource; resource.setrlimit(resource.RLIMIT_FSIZE, ({most}, {most})); "
     return subprocess.run(
-        [sys.executable, "-c", FAKE, *argv],
+        [sys.executable, "-c", limit + FAKE, *argv],
         capture_output=True,
         text=True,
         env=ENVIRONMENT,
         check=False,
-        preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (most, most)),
     )
 
 
