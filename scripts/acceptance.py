@@ -279,6 +279,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print("scripts.acceptance: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"scripts.acceptance: the output was not written: {error.strerror or error}",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
 
