@@ -19,6 +19,7 @@ from safetensors.numpy import save_file
 
 from jaxspec.config import ModelConfig, read_config
 from jaxspec.errors import UsageError
+from jaxspec.files import replacing
 from jaxspec.model.params import Leaf, ModelParams, abstract
 from jaxspec.resources import model_dir
 
@@ -202,14 +203,19 @@ def to_released(params: ModelParams, cfg: ModelConfig, dtype: Any = None) -> dic
 def save_checkpoint(
     directory: Path, params: ModelParams, cfg: ModelConfig, *, dtype: Any = None
 ) -> None:
-    """Writes `config.json` and `model.safetensors` in the released layout, each whole or not."""
+    """Writes `config.json` and `model.safetensors` in the released layout, each whole or not.
+
+    Raises:
+        OSError: the disk is full, or the directory cannot be written; what was there stays.
+    """
     directory.mkdir(parents=True, exist_ok=True)
-    partial = directory / f".{_TENSORS}.partial"
-    save_file(to_released(params, cfg, dtype), partial)
-    config = directory / ".config.json.partial"
-    config.write_text(json.dumps(cfg.to_released(), indent=1) + "\n")
-    config.replace(directory / "config.json")
-    partial.replace(directory / _TENSORS)
+    # Both are written before either takes its place.
+    with replacing(directory / _TENSORS) as tensors, replacing(directory / "config.json") as config:
+        try:
+            save_file(to_released(params, cfg, dtype), tensors)
+        except SafetensorError as error:
+            raise OSError(f"{directory / _TENSORS} was not written: {error}") from None
+        config.write_text(json.dumps(cfg.to_released(), indent=1) + "\n")
 
 
 def checkpoint_bytes(cfg: ModelConfig, dtype: Any = jnp.bfloat16) -> int:

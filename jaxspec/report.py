@@ -14,6 +14,7 @@ from rich import box
 from rich.table import Table
 
 from jaxspec.errors import UsageError
+from jaxspec.files import replacing
 from jaxspec.results import Completion, MethodRun
 from jaxspec.settings import RunConfig
 
@@ -114,18 +115,10 @@ def check_writable(path: Path) -> None:
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:
-    """Writes the file whole or not at all: beside its place first, then renamed. Raises OSError."""
-    target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{os.getpid()}")
+    """Writes the file whole or not at all; of several writers the last stays. Raises OSError."""
     text = json.dumps(value, ensure_ascii=False, indent=1, allow_nan=False)
-    try:
-        with draft.open("x", encoding="utf-8") as file:
-            file.write(text + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        draft.replace(target)
-    finally:
-        draft.unlink(missing_ok=True)
+    with replacing(path) as draft:
+        draft.write_text(text + "\n", encoding="utf-8")
 
 
 def comparison_table(

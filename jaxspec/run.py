@@ -18,6 +18,7 @@ from jaxspec.requests import Request, check_token_ids, read_requests, requests_f
 from jaxspec.resources import EMBEDDED_MODEL, model_dir, run_config_file
 from jaxspec.results import Completion, Emission, MethodRun
 from jaxspec.settings import RunConfig, nearest, read_run_config
+from jaxspec.signals import exit_status, terminable
 from jaxspec.stream import Marks, StreamPrinter
 from jaxspec.text import Tokenizer
 
@@ -27,8 +28,9 @@ to the demonstration's prompts. A prompts file has one JSON object a line with "
 token ids) and optionally "id", "history" (a list of {"role", "content"}), "max_new_tokens" and
 "seed"; other keys are ignored.
 
-status: 0 done; 1 --compare found a difference that no near-tie excuses; 2 bad input, nothing was
-written; 130 interrupted, finished completions were written."""
+status: 0 done; 1 --compare found a difference that no near-tie excuses, or results could not be
+written; 2 bad input, nothing was written; 130 interrupted by Ctrl-C, 143 by SIGTERM, finished
+completions were written."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,11 +55,11 @@ class Session:
 
 
 class Interrupted(Exception):
-    """Ctrl-C during generation; `run` holds what had finished by then."""
+    """Ctrl-C or SIGTERM during generation; `run` holds what had finished by then."""
 
-    def __init__(self, run: MethodRun) -> None:
+    def __init__(self, run: MethodRun, status: int) -> None:
         super().__init__(run.method)
-        self.run = run
+        self.run, self.status = run, status
 
 
 class _Parser(argparse.ArgumentParser):
@@ -157,7 +159,7 @@ def decode(
     requests: list[Request],
     on_tokens: Callable[[Emission], None] | None = None,
 ) -> MethodRun:
-    """Runs one method over all requests. Raises `Interrupted` on Ctrl-C."""
+    """Runs one method over all requests. Raises `Interrupted` on Ctrl-C and SIGTERM."""
     from jaxspec.engine import Engine
 
     finished: dict[int, Completion] = {}
@@ -171,9 +173,10 @@ def decode(
     engine = Engine(session.params, session.cfg, run, tokenizer=session.tokenizer)
     try:
         completions = engine.generate(requests, on_tokens=collect)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         done = tuple(finished[index] for index in sorted(finished))
-        raise Interrupted(MethodRun(run.method, engine.statistics, done)) from None
+        so_far = MethodRun(run.method, engine.statistics, done)
+        raise Interrupted(so_far, exit_status(interrupt)) from None
     return MethodRun(run.method, engine.statistics, tuple(completions))
 
 
@@ -197,12 +200,15 @@ def execute(job: Job, session: Session, console: Console) -> int:
     except Interrupted as interrupt:
         runs.append(interrupt.run)
         print("interrupted", file=sys.stderr)
-        status = 130
+        status = interrupt.status
     if job.json is not None:
         try:
             report.write_json(job.json, report.to_json(job.model, job.run, runs, divergences))
         except OSError as error:
-            print(f"jaxspec.run: {job.json} was not written: {error.strerror}", file=sys.stderr)
+            print(
+                f"jaxspec.run: {job.json} was not written: {error.strerror or error}",
+                file=sys.stderr,
+            )
             return 1
     return status
 
@@ -239,14 +245,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a narrow encoding must not end a run
     try:
-        job = prepare(sys.argv[1:] if argv is None else argv)
-        return execute(job, open_session(job), Console(highlight=False, markup=False))
+        with terminable():
+            job = prepare(sys.argv[1:] if argv is None else argv)
+            status = execute(job, open_session(job), Console(highlight=False, markup=False))
+            sys.stdout.flush()  # what cannot be written is told here, not at Python's end
+            return status
     except UsageError as error:
         print("jaxspec.run: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader has gone; nothing more can be said on stdout
+    except KeyboardInterrupt as interrupt:
+        return exit_status(interrupt)
+    except OSError as error:
+        if not isinstance(error, BrokenPipeError):  # a reader that left wants to hear no more
+            print(
+                f"jaxspec.run: the output was not written: {error.strerror or error}",
+                file=sys.stderr,
+            )
+        # What is still buffered for standard output cannot be written at Python's end either.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
 

@@ -53,7 +53,7 @@ def resolve(
     if isinstance(chosen, str):
         raise ValueError(f"impl {impl!r} of {op_name} cannot run: {chosen}")
     if sizes is not None and any(chosen is backends.get(name) for name in _HARDWARE):
-        return functools.partial(chosen, **tuning.select(op_name, _device_kind(), sizes))
+        return functools.partial(chosen, **tuning.select(op_name, device_kind(), sizes))
     return chosen
 
 
@@ -72,7 +72,8 @@ def target_platform() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
-def _device_kind() -> str:
+def device_kind() -> str:
+    """Kind of the device that the program at hand is for, as JAX names it."""
     device = target_device()
     return jax.devices()[0].device_kind if device is None else device.device_kind
 

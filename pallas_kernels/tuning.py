@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import importlib.resources
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 SIZES = {
@@ -21,7 +21,7 @@ class Bucket(NamedTuple):
 
     device: str  # as JAX names its kind
     up_to: Mapping[str, int]  # a size that is not named may be anything
-    choose: Mapping[str, int]  # keyword arguments of the kernel
+    choose: Mapping[str, int | str]  # keyword arguments of the kernel
     source: str  # what the choice rests on, in words
 
     def holds(self, device: str, sizes: Mapping[str, int]) -> bool:
@@ -30,7 +30,7 @@ class Bucket(NamedTuple):
         return device == self.device and fits
 
 
-def select(op_name: str, device: str, sizes: Mapping[str, int]) -> dict[str, int]:
+def select(op_name: str, device: str, sizes: Mapping[str, int]) -> dict[str, int | str]:
     """The choices of the first bucket that holds the call; none means the kernel's defaults."""
     for bucket in _shipped()[op_name]:
         if bucket.holds(device, sizes):
@@ -71,12 +71,16 @@ def _bucket(op_name: str, row: dict[str, Any]) -> Bucket:
     for key in ("device", "source"):
         if not isinstance(row[key], str) or not row[key]:
             raise ValueError(f"{key} of {op_name} must be text, not {row[key]!r}")
-    for key in ("up_to", "choose"):
-        numbers = row[key]
-        if not isinstance(numbers, dict) or not all(map(_is_count, numbers.values())):
-            raise ValueError(f"{key} of {op_name} must be a table of whole numbers above 0")
+    if not _is_table_of(_is_count, row["up_to"]):
+        raise ValueError(f"up_to of {op_name} must be a table of whole numbers above 0")
+    if not _is_table_of(lambda value: _is_count(value) or isinstance(value, str), row["choose"]):
+        raise ValueError(f"choose of {op_name} must be a table of whole numbers above 0 and words")
     _check_names(f"size of {op_name}", row["up_to"], SIZES[op_name])
     return Bucket(**row)
+
+
+def _is_table_of(is_right: Callable[[Any], bool], value: Any) -> bool:
+    return isinstance(value, dict) and all(map(is_right, value.values()))
 
 
 def _is_count(value: Any) -> bool:

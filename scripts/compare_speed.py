@@ -256,6 +256,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UsageError as error:
         print("scripts.compare_speed: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
+    except OSError as error:
+        print(
+            f"scripts.compare_speed: the output was not written: {error.strerror or error}",
+            file=sys.stderr,
+        )
+        return 1
     except KeyboardInterrupt:
         return 130
     return 0

@@ -16,7 +16,7 @@ from jaxspec.errors import UsageError
 from jaxspec.plan import traffic
 from jaxspec.plan.program import Traffic
 from jaxspec.plan.programs import flash
-from pallas_kernels import grouped_matmul, index_topk, tree_attention, tuning
+from pallas_kernels import grouped_matmul, index_topk, tree_attention
 from tests.pallas_kernels import cases_index_topk, cases_tree_attention
 
 OPS: dict[str, ModuleType] = {
@@ -44,9 +44,7 @@ class Trial(NamedTuple):
 
     def traffic(self, impl: str) -> Traffic | None:
         """Bytes that the kernel moves, by its own count."""
-        device = jax.devices()[0].device_kind
-        choices = tuning.select(self.op, device, self.sizes)
-        counted = functools.partial(traffic.count, self.op, impl, **choices)
+        counted = functools.partial(traffic.count, self.op, impl, self.sizes)
         found: Traffic | None = self.bind(counted)(*self.arrays)
         return found
 

@@ -14,7 +14,7 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
 
@@ -22,8 +22,14 @@ from jaxspec.errors import UsageError
 from pallas_kernels.tuning import SIZES, Bucket, read_tuned
 from scripts.kernel_trials import Trial, accelerator, released_trials, seconds_a_call
 
-CANDIDATES: dict[tuple[str, str], list[dict[str, int]]] = {}
-"""Choices to try of an op and a platform; the first are the kernel's defaults."""
+CANDIDATES: dict[tuple[str, str], list[dict[str, Any]]] = {
+    ("tree_attention", "tpu"): [{"entry_tile": tile} for tile in (512, 1024, 2048)],
+    ("index_topk", "tpu"): [{"tile": tile} for tile in (1024, 512, 2048, 4096)],
+    ("grouped_matmul", "tpu"): [{"block_bytes": mib << 20} for mib in (6, 2, 4, 8)],
+    ("tree_attention", "gpu"): [{"splits": splits} for splits in (1, 2, 4, 8, 16, 32)],
+    ("index_topk", "gpu"): [{"groups": groups} for groups in (3, 2, 1)],
+}
+"""Choices to try of an op and a platform."""
 
 HEADER = """\
 # Static choices of the kernels by kind of device and size of the call. The first bucket that holds
@@ -46,7 +52,7 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def fastest(trial: Trial, impl: str, candidates: Sequence[dict[str, int]]) -> dict[str, int] | None:
+def fastest(trial: Trial, impl: str, candidates: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     """The candidate of least time; one that cannot run is left out with a line that says why."""
     times: list[tuple[float, int]] = []
     for index, choices in enumerate(candidates):
@@ -91,8 +97,9 @@ def merge(
 def render(tuned: Mapping[str, Sequence[Bucket]]) -> str:
     """The file's text; `read_tuned` reads it back."""
 
-    def table(numbers: Mapping[str, int]) -> str:
-        return "{ " + ", ".join(f"{name} = {n}" for name, n in numbers.items()) + " }"
+    def table(values: Mapping[str, Any]) -> str:
+        pairs = ", ".join(f"{name} = {json.dumps(value)}" for name, value in values.items())
+        return f"{{ {pairs} }}" if pairs else "{}"
 
     parts = [HEADER]
     for op_name, buckets in tuned.items():

@@ -1,6 +1,7 @@
 """Settings of the whole test run, and the small model that the law tests share."""
 
 import os
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -12,6 +13,16 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
 hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True)
 hypothesis.settings.load_profile("jaxspec")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--transformers-python",
+        default=sys.executable,
+        metavar="PATH",
+        help="Python that has transformers, for -m transformers (default: that of the tests)",
+    )
+
 
 TINY = {
     "compress_ratios": [0, 4, 8],

@@ -32,7 +32,7 @@ def scratch(mib: int, limit: int | None = None) -> Program:
             name="keeps_scratch",
         )(x)
 
-    return Program(run, (FLOATS,), Traffic(64 * 512, 64 * 512, 2 * 64 * 512))
+    return Program(run, (FLOATS,), lambda: Traffic(64 * 512, 64 * 512, 2 * 64 * 512))
 
 
 def transposes() -> Program:

@@ -33,7 +33,7 @@ TRACES: Counter[str] = Counter()
 """How often each of the compiled pieces was traced."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)  # short in the report of a failure
 class Model:
     """One set of weights: for the engine in float32, for the oracle in float64."""
 

@@ -26,6 +26,9 @@ class Started(NamedTuple):
     cache: Cache
     """Serially decoded: the common past of serial decoding and of whatever is compared to it."""
 
+    def __repr__(self) -> str:
+        return f"<{len(self.length)} sequences>"  # short in the report of a failure
+
 
 def start_at(model: Model, positions: Iterable[int]) -> Started:
     """Decodes random tokens up to each of `positions`."""

@@ -1,6 +1,7 @@
 """The scripts for hardware, as far as a CPU goes: refusals, numbers, which choice is taken."""
 
 import datetime
+import inspect
 from pathlib import Path
 
 import pytest
@@ -54,8 +55,9 @@ def test_calls_are_timed_beside_their_floor(monkeypatch) -> None:
             raise MemoryError("too\nlarge")
         return lambda: None
 
-    def count(op_name, impl, *arguments, **keywords):
+    def count(op_name, impl, sizes, *arguments, **keywords):
         assert (op_name, impl, keywords) == ("grouped_matmul", "tpu", {"limit": 2.0})
+        assert (sizes, arguments) == ({"rows": 1}, trial.arrays)
         return Traffic(read=3000, written=0, fewest=2000)
 
     monkeypatch.setattr(kernel_trials.Trial, "compile", compile)
@@ -90,9 +92,22 @@ def test_the_fastest_choice_is_taken_and_what_cannot_run_is_not(monkeypatch, cap
     assert tune.fastest(trial, "tpu", candidates[1:2]) is None
 
 
+def test_candidates_are_choices_that_the_kernels_take() -> None:
+    for (op_name, impl), candidates in tune.CANDIDATES.items():
+        parameters = inspect.signature(kernel_trials.OPS[op_name].op.BACKENDS[impl]).parameters
+        taken = {name for name, p in parameters.items() if p.kind is p.KEYWORD_ONLY}
+        assert all(choices.keys() <= taken for choices in candidates)
+        assert len(candidates) > 1
+
+
+def test_what_ships_is_what_the_script_would_write() -> None:
+    text = (Path(tune.__file__).parents[1] / "pallas_kernels" / "tuned.toml").read_text()
+    assert tune.render(read_tuned(text)) == text
+
+
 def test_a_device_replaces_its_own_buckets_alone() -> None:
     def bucket(device: str, tile: int) -> Bucket:
-        return Bucket(device, {"nodes": 8}, {"tile": tile}, 'a "test"')
+        return Bucket(device, {"nodes": 8}, {"tile": tile, "mode": "auto"}, 'a "test"')
 
     shipped = {"index_topk": [bucket("A", 1), bucket("B", 2)], "tree_attention": [bucket("A", 3)]}
     measured = {"index_topk": [bucket("A", 4)], "tree_attention": []}

@@ -6,6 +6,7 @@ compilation per kind of block.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxspec.cache import Cache, init_cache
+from jaxspec.cache import Cache, LayerCache, LayerRows, init_cache
 from jaxspec.model.forward import last_valid
 from jaxspec.model.moe import gated_mlp, mix_experts
 from jaxspec.tree import DraftTree, TokenBlock
@@ -285,6 +286,7 @@ def test_a_commit_writes_the_accepted_rows_and_nothing_else(tiny, started, seed)
     after = commit(before, out.rows, case.path, count)
     length = started.length + count
     assert np.array_equal(after.length, length)
+    assert same_bits(after.layers, append(before, out.rows, case.path, count))
     for old, new in zip(before.layers, after.layers, strict=True):
         filled = committed_slots(new, length)
         assert np.array_equal(
@@ -301,6 +303,28 @@ def test_a_commit_writes_the_accepted_rows_and_nothing_else(tiny, started, seed)
                 assert np.isnan(now[~there]).all()
                 past = committed_entries(old, started.length)
                 assert same_bits(now[past], was[past])
+
+
+def append(
+    cache: Cache, rows: Sequence[LayerRows], path: np.ndarray, count: np.ndarray
+) -> list[LayerCache]:
+    """The layers after a commit, node by node: where a row goes follows from its position."""
+    layers = []
+    for layer, row in zip(cache.layers, jax.device_get(rows), strict=True):
+        new = jax.tree.map(np.array, layer)
+        for b, start in enumerate(np.asarray(cache.length)):
+            for position, node in enumerate(path[b, : count[b]], start):
+                new.ring[b, position % new.ring.shape[1]] = row.kv[b, node]
+                if new.ratio:
+                    new.open[b] = row.open[b, node]
+                if new.ratio and (position + 1) % new.ratio == 0:
+                    new.entries[b, position // new.ratio] = row.entry[b, node]
+                if new.keys is not None:
+                    new.key_open[b] = row.key_open[b, node]
+                if new.keys is not None and (position + 1) % new.ratio == 0:
+                    new.keys[b, position // new.ratio] = row.key[b, node]
+        layers.append(new)
+    return layers
 
 
 def test_a_path_may_be_given_in_fewer_places(tiny, started):

@@ -34,6 +34,8 @@ STARTS = np.arange(1, 2 * WINDOW + 4, dtype=np.int32)
 BATCH = len(STARTS)
 TREE = TreeShape(budget=8, levels=4, width=2, top_k=3)
 CHAIN = TreeShape.chain(5)
+ALL = dataclasses.replace(TREE, budget=22)
+"""Of the same candidates all: 3 children of the root, then 2 x 3 at each of three levels."""
 
 
 class Started(NamedTuple):
@@ -154,7 +156,7 @@ def serial_scores(model, started: Started, sampling, tree: DraftTree) -> np.ndar
 MIXED = [(0.0, 0.7, 1.3)[row % 3] for row in range(BATCH)]
 
 
-@pytest.mark.parametrize("shape", [TREE, CHAIN], ids=["tree", "chain"])
+@pytest.mark.parametrize("shape", [TREE, ALL, CHAIN], ids=["tree", "whole tree", "chain"])
 def test_scores_of_a_draft_are_those_of_its_paths_run_one_by_one(model, started, shape):
     sampling = Sampling.create(BATCH, temperature=MIXED)
     live = np.ones(BATCH, bool)

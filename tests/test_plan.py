@@ -1,5 +1,6 @@
 """Ahead-of-time compiles: what compilers say is read right, and their deaths do no harm."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -24,12 +25,13 @@ HloModule jit_f
 ENTRY %main (a: f32[3]) -> f32[3] {
   %a = f32[3]{0} parameter(0)
   %pad.1 = bf16[8,128]{1,0:T(8,128)(2,1)} pad(%a), padding=0_1
+  %slice-done = s8[16]{0:T(128)S(1)} slice-done(%a)
   %copy-start.1 = (f32[3]{0}, f32[3]{0}) copy-start(%a)
   %fusion = (u8[5]{0}, pred[4]{0}) fusion(%a), kind=kLoop
   ROOT %copy.2 = f32[3]{0} copy(%a)
 }
 """
-JOB = Job("tree_attention here", "tests.plan_programs:refuses")
+JOB = Job("tree", "tests.plan_programs:refuses", is_memory_bound=True)
 
 
 def program(name: str, **arguments: int) -> Job:
@@ -43,7 +45,12 @@ def compile_here(target: str, *wanted: Job) -> list[Outcome]:
 
 
 def test_the_operations_around_kernels_are_those_of_the_entry() -> None:
-    assert dumps.around_kernels(HLO) == {"pad": 2048, "fusion": 9, "copy": 12}
+    assert dumps.around_kernels(HLO) == {
+        "pad": 2048,
+        "slice-done to VMEM": 16,
+        "fusion": 9,
+        "copy": 12,
+    }
 
 
 def test_utilization_counts_bundles_and_slots() -> None:
@@ -51,14 +58,38 @@ def test_utilization_counts_bundles_and_slots() -> None:
     assert dumps.read_utilization(text) == (3, {"MXU": (3, 6), "VSTORE:SPILL": (1, 3)})
 
 
-def test_ptxas_says_registers_and_both_kinds_of_spill() -> None:
-    text = (
-        "ptxas info    : Compiling entry function 'index_mosaic_gpu_kernel' for 'sm_90a'\n"
-        "    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads\n"
-        "ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem\n"
-    )
-    expected = Kernel("index", smem=4096, registers=168, spilled=16)
-    assert dumps.read_ptxas(text, 4096) == expected
+def test_gpu_kernels_are_read_from_what_is_printed() -> None:
+    """Registers and both kinds of spill from ptxas, shared memory from the host's launch."""
+
+    def ptxas(name: str, registers: int, spills: tuple[int, int]) -> str:
+        return (
+            f"ptxas info    : Compiling entry function '{name}_mosaic_gpu_kernel' for 'sm_90a'\n"
+            f"    8 bytes stack frame, {spills[0]} bytes spill stores, "
+            f"{spills[1]} bytes spill loads\n"
+            f"ptxas info    : Used {registers} registers, used 16 barriers, 1 bytes smem\n"
+        )
+
+    def launch(function: str, smem: int) -> str:
+        sizes = ", ".join(f"i32 {n}" for n in range(1, 10))
+        return f"  call void @mosaic_gpu_{function}(ptr %0, {sizes}, i32 {smem}, ptr %1, ptr %2)\n"
+
+    first = launch("launch_kernel", 4096) + "noise\n" + ptxas("scores", 168, (4, 12))
+    second = launch("build_kernel_spec", 512) + ptxas("choice", 40, (0, 0))
+    scores = Kernel("scores", smem=4096, registers=168, spilled=16)
+    choice = Kernel("choice", smem=512, registers=40, spilled=0)
+    assert dumps.printed_kernels("noise\n" + first + second) == [scores, choice]
+    alone = dataclasses.replace(choice, smem=None)
+    assert dumps.printed_kernels(ptxas("choice", 40, (0, 0))) == [alone]
+
+    def call(key: str) -> str:
+        return f'custom-call(%a), custom_call_target="mosaic_gpu_v2", kernel_hash = "{key}", m\n'
+
+    known: dict[str, Kernel] = {}
+    quote = '\\A0\\"'
+    assert dumps.gpu_kernels(call("a") + call(quote), first + second, known) == (scores, choice)
+    assert dumps.gpu_kernels(call(quote) + call("a"), "", known) == (choice, scores)
+    (unknown,) = dumps.gpu_kernels(call("b"), first + second, known)
+    assert unknown.registers is None
 
 
 def test_outcomes_survive_the_way_through_text() -> None:
@@ -84,6 +115,8 @@ def test_each_broken_limit_is_said(change: dict, words: str | None) -> None:
     good["traffic"] = Traffic(100, 15, 100)
     target = TARGETS["h200"]
     assert table.broken(Outcome(JOB, **good), target) == []
+    chunk = dataclasses.replace(JOB, is_memory_bound=False)
+    assert table.broken(Outcome(chunk, **good | {"traffic": Traffic(300, 0, 100)}), target) == []
     said = table.broken(Outcome(JOB, **good | change), target)
     assert len(said) == (words is not None)
     assert all(words in each for each in said)
@@ -138,12 +171,15 @@ def test_a_tpu_kernel_is_read_right(target: str) -> None:
 
 @pytest.mark.aot
 def test_a_gpu_kernel_is_read_right() -> None:
-    doubles, plain = compile_here("h200", program("doubles"), program("plain"))
+    doubles, again, plain = compile_here(
+        "h200", program("doubles"), program("doubles"), program("plain")
+    )
     assert doubles.words == ""
     (kernel,) = doubles.kernels
     assert kernel.spilled == 0
     assert 8 <= kernel.registers <= 255
     assert 16 << 10 <= kernel.smem < 18 << 10
+    assert again.kernels == doubles.kernels
     assert plain.compiles
     assert plain.kernels == ()
 
@@ -186,3 +222,33 @@ def test_the_command_starts() -> None:
     )
     assert done.returncode == 0
     assert "--target" in done.stdout
+
+
+@pytest.mark.parametrize(("temp_bytes", "status"), [(0, 0), (200 * 10**9, 1)])
+def test_the_command_prints_judges_and_writes(
+    temp_bytes: int, status: int, monkeypatch, tmp_path, capsys
+) -> None:
+    """A limit that is broken is said and makes the status 1; `--case` narrows what is compiled."""
+    kernel = Kernel("streams", vmem=3 << 20, bundles=10, spilled=2, slots={"MXU": (5, 20)})
+
+    def compile_all(target, wanted, timeout):
+        for job in wanted:
+            moved = Traffic(read=100, written=10, fewest=100)
+            yield Outcome(job, True, kernels=(kernel,), temp_bytes=temp_bytes, traffic=moved)
+
+    monkeypatch.setattr(command, "compile_all", compile_all)
+    monkeypatch.setattr(command, "require", TARGETS.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    path = tmp_path / "figures.json"
+    asked = ["--target", "v6e", "--op", "index_topk", "--case", "64k B=8", "--json", str(path)]
+    assert command.main(["kernels", *asked]) == status
+    out = capsys.readouterr().out
+    assert "compiled by jax 1.2.3, libtpu 1.2.3; nothing was run" in out
+    assert "streams: VMEM 3 MiB of 32 MiB (default); 10 bundles: MXU 5 (25%)" in out
+    assert "moves 110 B, 1.100 times the fewest" in out
+    assert ("LIMIT: needs 186.3 GiB" in out) == bool(status)
+    figures = json.loads(path.read_text())
+    names = [case["job"]["name"] for case in figures["cases"]]
+    assert names == [job.name for job in jobs("index_topk", "tpu") if "64k B=8" in job.name]
+    assert command.main(["kernels", "--target", "v6e", "--case", "9k"]) == 2
+    assert "no case has '9k'" in capsys.readouterr().err

@@ -180,7 +180,7 @@ def test_a_resumed_run_is_the_run(small, tmp_path: Path) -> None:
     whole, parts = (load_checkpoint(tmp_path / out / "model")[0] for out in ("whole", "parts"))
     for a, b in zip(jax.tree.leaves(whole), jax.tree.leaves(parts), strict=True):
         np.testing.assert_array_equal(a, b)
-    log = [json.loads(line) for line in (tmp_path / "parts" / "log.jsonl").open()]
+    log = [json.loads(line) for line in (tmp_path / "parts/log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in log if "lm" in line] == [1, 2, 3, 4]
 
 

@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import Cache
+from jaxspec.settings import MAX_BUDGET
 from jaxspec.tree import DraftTree
 from tests.random_trees import (
     all_parents,
@@ -141,6 +142,24 @@ def test_every_node_equals_the_oracle(tiny, started):
         _, outs = tiny.oracle.run(tree.token[row, path], state)
         want = np.stack([out.logits for out in outs])
         np.testing.assert_allclose(logits[row, path], want, rtol=0, atol=CLOSE)
+
+
+def test_the_widest_pass_equals_the_oracle(tiny, started):
+    """As many nodes as a budget may have; one tree is a chain of eight windows."""
+    rng = np.random.default_rng(5)
+    rows = len(started.length)
+    parents = mixed_parents(rng, rows, MAX_BUDGET)
+    parents[3] = np.arange(-1, MAX_BUDGET - 1)
+    tree = trees_of(rng, parents, MAX_BUDGET, 64)
+    logits = np.asarray(verify(tiny.params, tiny.cfg, started.cache, tree).logits)
+    assert np.isfinite(logits[tree.live]).all()
+    for row in (3, *rng.permutation(rows)[:5]):
+        state, _ = tiny.oracle.run(started.tokens[row, : started.length[row]])
+        last = int(np.flatnonzero(tree.live[row])[-1])
+        for path in (max(leaf_paths(tree, row), key=len), ancestry(tree.parent[row], last)[::-1]):
+            _, outs = tiny.oracle.run(tree.token[row, path], state)
+            want = np.stack([out.logits for out in outs])
+            np.testing.assert_allclose(logits[row, path], want, rtol=0, atol=CLOSE)
 
 
 def test_a_chain_equals_the_tree_that_is_one(tiny, started):

@@ -10,9 +10,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from jaxspec.plan.program import Kernel
+from jaxspec.plan.targets import UTILIZATION
 
 VMEM = "1"  # number of the memory space in HLO
-_UTILIZATION = "final_hlo-static-per-bundle-utilization.txt"
 _QUIET = {"parameter", "constant", "tuple", "get-tuple-element", "bitcast", "custom-call"}
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%([^\s=]+) = (\(.*?\)|\S+) ([\w-]+)\(")
 _ARRAY = re.compile(r"\b([a-z]+)(\d*)[a-z0-9]*\[([\d,]*)\]")
@@ -52,7 +52,7 @@ def tpu_kernels(hlo: str, dump: Path, default: int) -> tuple[Kernel, ...]:
 
 
 def _utilization(dump: Path, name: str) -> tuple[int | None, dict[str, tuple[int, int]]]:
-    pattern = re.compile(rf"\d+-{re.escape(name)}-\d+-{_UTILIZATION}")
+    pattern = re.compile(rf"\d+-{re.escape(name)}-\d+-{UTILIZATION}[.]txt")
     for path in dump.iterdir():
         if pattern.fullmatch(path.name):
             return read_utilization(path.read_text())
@@ -70,20 +70,41 @@ def read_utilization(text: str) -> tuple[int, dict[str, tuple[int, int]]]:
     return len(rows), dict(zip(names, zip(filled, there, strict=True), strict=True))
 
 
-def gpu_kernels(dump: Path) -> tuple[Kernel, ...]:
-    """Mosaic GPU's kernels from its dumps, in the order of their compilation."""
+def gpu_kernels(hlo: str, said: str, known: dict[str, Kernel]) -> tuple[Kernel, ...]:
+    """Mosaic GPU's kernels of a program.
 
-    def number(path: Path) -> int:
-        return int(path.stem.rpartition("_")[2])
+    Args:
+        hlo: the optimised program.
+        said: what was printed while it was compiled.
+        known: kernels by the hash that HLO gives them; new ones are added. A process compiles a
+            kernel once, and prints nothing of it later.
+    """
+    hashes = re.findall(r'custom_call_target="mosaic_gpu.*?kernel_hash = ("(?:[^"\\]|\\.)*")', hlo)
+    fresh = [key for key in dict.fromkeys(hashes) if key not in known]
+    printed = printed_kernels(said)
+    if len(fresh) == len(printed):
+        known.update(zip(fresh, printed, strict=True))
+    return tuple(known.get(key, Kernel("not told apart")) for key in hashes)
 
-    return tuple(
-        read_ptxas(path.read_text(), _shared_memory(path.with_suffix(".mlir-passes.log")))
-        for path in sorted(dump.glob("*.ptxas"), key=number)
+
+def printed_kernels(said: str) -> list[Kernel]:
+    """Kernels in the order of their compilation, from ptxas' lines and the host's code.
+
+    The host's launch names the shared memory after three sizes each of grid, cluster and block.
+    """
+    blocks = re.split(r"(?=ptxas info    : Compiling entry function)", said)[1:]
+    launches = re.findall(
+        r"call void @mosaic_gpu_(?:launch_kernel|build_kernel_spec)"
+        r"\(ptr %[\w.]+, (?:i32 \d+, ){9}i32 (\d+),",
+        said,
     )
+    known = len(launches) == len(blocks)
+    sizes = [int(size) for size in launches] if known else [None] * len(blocks)
+    return [read_ptxas(block, size) for block, size in zip(blocks, sizes, strict=True)]
 
 
 def read_ptxas(text: str, smem: int | None) -> Kernel:
-    """A kernel from what `ptxas -v` says, and its dynamic shared memory."""
+    """A kernel from what `ptxas -v` says of it, and its dynamic shared memory."""
     name = re.search(r"Compiling entry function '(\w+)'", text)
     registers = re.search(r"Used (\d+) registers", text)
     spills = re.findall(r"(\d+) bytes spill (?:stores|loads)", text)
@@ -95,25 +116,18 @@ def read_ptxas(text: str, smem: int | None) -> Kernel:
     )
 
 
-def _shared_memory(log: Path) -> int | None:
-    """Bytes that the launch asks for. The log is long: the launch stands near its beginning."""
-    if not log.exists():
-        return None
-    with log.open(encoding="utf-8", errors="replace") as lines:
-        for line in lines:
-            if found := re.search(r"dynamic_shared_memory_size %c(\d+)_i32", line):
-                return int(found[1])
-    return None
-
-
 def around_kernels(hlo: str) -> dict[str, int]:
-    """XLA's own operations of the entry computation: opcode to bytes of their results."""
+    """XLA's own operations of the entry computation: opcode to bytes of their results.
+
+    What XLA moves into a TPU's VMEM ahead of a kernel is told apart from what it writes to memory.
+    """
     total: dict[str, int] = {}
     for line in _entry(hlo.splitlines()):
         found = _INSTRUCTION.match(line)
         if found is None or found[3] in _QUIET or found[3].endswith(("-start", "-update")):
             continue
-        total[found[3]] = total.get(found[3], 0) + array_bytes(found[2])
+        name = found[3] + (" to VMEM" if f"S({VMEM})" in found[2] else "")
+        total[name] = total.get(name, 0) + array_bytes(found[2])
     return total
 
 

@@ -10,6 +10,8 @@ BATCHES = (1, 8, 64)
 BUDGET = 8  # nodes of a tree, its root included
 CHUNK = 512  # tokens of a prefill chunk
 RATIOS = (4, 128)
+ENTRY_FORMS = {"tpu": ("bf16", "words", "bytes"), "gpu": ("bf16", "fp8")}
+"""How committed entries are stored; `words` and `bytes` are bfloat16 and FP8 in a TPU's layout."""
 OPS = ("tree_attention", "index_topk", "grouped_matmul")
 
 
@@ -22,35 +24,38 @@ def jobs(op: str, impl: str) -> list[Job]:
     }[op](impl)
 
 
-def _blocks() -> list[tuple[str, int, int, str]]:
-    """Context, batch, nodes and how entries are stored."""
+def _blocks() -> list[tuple[str, int, int]]:
+    """Context, batch and nodes of each block."""
     trees = [(context, batch, BUDGET) for context in CONTEXTS for batch in BATCHES]
-    blocks = [*trees, ("64k", 1, 1), ("64k", 1, CHUNK)]
-    return [(*block, stored) for stored in ("bf16", "fp8") for block in blocks]
+    return [*trees, ("64k", 1, 1), ("64k", 1, CHUNK)]
 
 
 def _attention_jobs(impl: str) -> list[Job]:
-    sliding = [("64k", batch, BUDGET, "bf16") for batch in BATCHES]  # whatever the context
-    sizes = [(0, *block) for block in [*sliding, ("64k", 1, CHUNK, "bf16")]]
-    sizes += [(ratio, *block) for ratio in RATIOS for block in _blocks()]
+    sliding = [("64k", batch, BUDGET) for batch in BATCHES]  # whatever the context
+    sizes = [(0, *block, "bf16") for block in [*sliding, ("64k", 1, CHUNK)]]
+    for ratio in RATIOS:
+        sizes += [(ratio, *block, form) for form in ENTRY_FORMS[impl] for block in _blocks()]
     return [
         Job(
-            f"tree_attention {layer_kind(ratio)} {context} B={batch} N={nodes} {stored}",
+            f"tree_attention {layer_kind(ratio)} {context} B={batch} N={nodes} {form}",
             "jaxspec.plan.programs:attention_program",
-            {"ratio": ratio, **_sizes(context, batch, nodes), "entry": stored, "impl": impl},
+            {"ratio": ratio, **_sizes(context, batch, nodes), "form": form, "impl": impl},
+            is_memory_bound=nodes <= BUDGET,
         )
-        for ratio, context, batch, nodes, stored in sizes
+        for ratio, context, batch, nodes, form in sizes
     ]
 
 
 def _index_jobs(impl: str) -> list[Job]:
     return [
         Job(
-            f"index_topk {context} B={batch} N={nodes} {stored}",
+            f"index_topk {context} B={batch} N={nodes} {form}",
             "jaxspec.plan.programs:index_program",
-            {**_sizes(context, batch, nodes), "key": stored, "impl": impl},
+            {**_sizes(context, batch, nodes), "form": form, "impl": impl},
+            is_memory_bound=nodes <= BUDGET,
         )
-        for context, batch, nodes, stored in _blocks()
+        for form in ("bf16", "fp8")
+        for context, batch, nodes in _blocks()
     ]
 
 
@@ -61,9 +66,10 @@ def _sizes(context: str, batch: int, nodes: int) -> dict[str, int]:
 def _expert_jobs(impl: str) -> list[Job]:
     return [
         Job(
-            f"grouped_matmul M={rows}",
+            f"grouped_matmul M={rows} {form}",
             "jaxspec.plan.programs:expert_program",
-            {"rows": rows, "impl": impl},
+            {"rows": rows, "form": form, "impl": impl},
         )
+        for form in ("bf16", "fp8", "fp4")
         for rows in (1, *(batch * BUDGET for batch in BATCHES))
     ]

@@ -23,11 +23,14 @@ class Traffic(NamedTuple):
 
 
 class Program(NamedTuple):
-    """A function and the abstract arrays to compile it for."""
+    """A function and the abstract arrays to compile it for.
+
+    `traffic` is asked where it is known for which device.
+    """
 
     function: Callable[..., Any]
     avals: tuple[Any, ...]
-    traffic: Traffic | None = None
+    traffic: Callable[[], Traffic | None] = lambda: None
 
     @property
     def operand_bytes(self) -> int:
@@ -44,6 +47,7 @@ class Job:
     name: str
     builder: str
     arguments: dict[str, Any] = dataclasses.field(default_factory=dict)
+    is_memory_bound: bool = False  # its time is that of the bytes it moves
 
     def build(self) -> Program:
         """The program."""

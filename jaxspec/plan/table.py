@@ -5,8 +5,8 @@ from __future__ import annotations
 from jaxspec.plan.program import Kernel, Outcome
 from jaxspec.plan.targets import Target
 
-MOST_TRAFFIC = 1.15  # bytes moved to the fewest possible
-BOUND_BY_MEMORY = ("tree_attention", "index_topk")
+MOST_TRAFFIC = 1.15  # bytes moved to the fewest possible, where they make the time
+SMALL = 4096  # bytes of results of XLA's operations below which they are not listed
 
 
 def broken(outcome: Outcome, target: Target) -> list[str]:
@@ -27,7 +27,7 @@ def broken(outcome: Outcome, target: Target) -> list[str]:
         if target.gpu is not None and (kernel.smem or 0) > target.gpu.shared_memory:
             found.append(f"{kernel.name} wants {size(kernel.smem or 0)} of shared memory")
     moved = outcome.traffic
-    if moved and outcome.job.name.startswith(BOUND_BY_MEMORY) and moved.ratio > MOST_TRAFFIC:
+    if outcome.job.is_memory_bound and moved and moved.ratio > MOST_TRAFFIC:
         found.append(f"moves {moved.ratio:.2f} times the fewest bytes, limit {MOST_TRAFFIC}")
     return found
 
@@ -43,9 +43,10 @@ def describe(outcome: Outcome, target: Target) -> str:
         moved = outcome.traffic.read + outcome.traffic.written
         parts.append(f"moves {size(moved)}, {outcome.traffic.ratio:.3f} times the fewest")
     parts.append(f"XLA temp {size(outcome.temp_bytes)}")
-    if outcome.around:
-        ops = ", ".join(f"{name} {size(total)}" for name, total in outcome.around.items())
-        parts.append(f"around it {ops}")
+    large = {name: total for name, total in outcome.around.items() if total >= SMALL}
+    if large:
+        ops = sorted(large, key=large.__getitem__, reverse=True)
+        parts.append("XLA writes " + ", ".join(f"{name} {size(large[name])}" for name in ops))
     lines = [f"{outcome.job.name}: " + "; ".join(parts)]
     lines += [f"    {_kernel(kernel, target)}" for kernel in outcome.kernels]
     lines += [f"    LIMIT: {words}" for words in broken(outcome, target)]

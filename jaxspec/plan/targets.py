@@ -10,6 +10,8 @@ from typing import Any, Literal
 from jaxspec.errors import UsageError
 
 MIB = 2**20
+UTILIZATION = "final_hlo-static-per-bundle-utilization"
+"""The dump of libtpu that counts bundles and their slots."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +137,9 @@ def require(name: str) -> Target:
 
 
 def environment(target: Target, dump: Path) -> dict[str, str]:
-    """Variables of a process that compiles for the target and leaves its dumps in `dump`.
+    """Variables of a process that compiles for the target.
+
+    A TPU's compiler leaves its dumps in `dump`, a GPU's prints them.
 
     The CUDA plugin registers without a GPU only if JAX itself stays on the CPU; libtpu would ask
     for the machine's description on the network, and one process would lock others out.
@@ -143,8 +147,8 @@ def environment(target: Target, dump: Path) -> dict[str, str]:
     if target.kind == "gpu":
         return {
             "JAX_PLATFORMS": "cpu",
-            "MOSAIC_GPU_DUMP_TO": str(dump),
             "MOSAIC_GPU_DUMP_PTXAS": "1",
+            "MOSAIC_GPU_DUMP_HOST_LLVM": "1",  # not all dumps: the passes' takes 100 MB a kernel
         }
     return {
         "JAX_PLATFORMS": "cpu",
@@ -152,5 +156,6 @@ def environment(target: Target, dump: Path) -> dict[str, str]:
         "TPU_ACCELERATOR_TYPE": "v5litepod-4",
         "TPU_WORKER_HOSTNAMES": "localhost",
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true",
+        "LIBTPU_INIT_ARGS": f"--xla_jf_dump_to={dump} --xla_jf_dump_llo_text=true "
+        f"--xla_jf_dump_llo_pass_label_regex={UTILIZATION}",  # of some 70 dumps a kernel
     }

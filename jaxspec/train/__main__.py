@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from rich.console import Console
 
@@ -13,13 +14,19 @@ from jaxspec.checkpoint import load_checkpoint
 from jaxspec.config import read_model_toml
 from jaxspec.errors import UsageError
 from jaxspec.resources import packaged_config
+from jaxspec.signals import exit_status, terminable
 from jaxspec.train.loop import Run
 from jaxspec.train.recipe import read_recipe
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help shows what is right")
+
+
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m jaxspec.train",
         description="Train a small DeepSeek-V4 model. A run that was killed goes on from its last "
         "saved state when it is started again with the same --out.",
@@ -35,26 +42,37 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status."""
-    args = build_parser().parse_args(argv)
-    console = Console(stderr=True)
     try:
-        recipe = read_recipe(
-            args.config or packaged_config("train/nano.toml"), steps=args.steps, seed=args.seed
-        )
-        cfg = read_model_toml(packaged_config(f"model/{recipe.model}.toml"))
-        args.out.mkdir(parents=True, exist_ok=True)
-        weights = load_checkpoint(args.weights, dtype="float32")[0] if args.weights else None
-        Run(cfg, recipe, args.data, args.out).train(weights, console)
+        with terminable():
+            train(build_parser().parse_args(argv))
     except UsageError as error:
-        print(f"jaxspec.train: {error}", file=sys.stderr)
+        print("jaxspec.train: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
-    except KeyboardInterrupt:
+    except OSError as error:
+        print("jaxspec.train: " + " ".join(str(error).split()), file=sys.stderr)
+        return 1
+    except KeyboardInterrupt as interrupt:
         print(
             "jaxspec.train: interrupted; the same command goes on from the last save",
             file=sys.stderr,
         )
-        return 130
+        return exit_status(interrupt)
     return 0
+
+
+def train(args: argparse.Namespace) -> None:
+    """Does what the command line asks for."""
+    recipe = read_recipe(
+        args.config or packaged_config("train/nano.toml"), steps=args.steps, seed=args.seed
+    )
+    cfg = read_model_toml(packaged_config(f"model/{recipe.model}.toml"))
+    weights = load_checkpoint(args.weights, dtype="float32")[0] if args.weights else None
+    run = Run(cfg, recipe, args.data, args.out)
+    try:
+        args.out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"{args.out} cannot be a run's folder: {error.strerror}") from None
+    run.train(weights, Console(stderr=True))
 
 
 if __name__ == "__main__":

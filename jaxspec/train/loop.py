@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 import time
 from functools import partial
 from pathlib import Path
@@ -13,17 +11,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-import orbax.checkpoint as ocp
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from jaxspec.checkpoint import save_checkpoint
 from jaxspec.compiler import compiler_options
 from jaxspec.config import ModelConfig
 from jaxspec.model.params import ModelParams, init
 from jaxspec.resources import model_dir
 from jaxspec.text import Tokenizer
 from jaxspec.train.data import Batches, dev_batches, read_sets
+from jaxspec.train.folder import RunFolder, open_folder
 from jaxspec.train.loss import Blank, Loss, measure
 from jaxspec.train.optimizer import balance, join, make_optimizer, split_trainable
 from jaxspec.train.recipe import Recipe
@@ -86,7 +83,7 @@ def evaluate_step(
 
 
 class Run:
-    """One training run in a directory: `state/` (orbax), `model/` (released), `log.jsonl`."""
+    """One training run in a folder (`folder.py`)."""
 
     def __init__(self, cfg: ModelConfig, recipe: Recipe, data: Path, out: Path) -> None:
         self.cfg, self.recipe, self.out = cfg, recipe, out
@@ -108,23 +105,25 @@ class Run:
         self.train_step = jax.jit(step, donate_argnums=0, compiler_options=options)
         evaluate = partial(evaluate_step, cfg=cfg, recipe=recipe)
         self.evaluate_step = jax.jit(evaluate, compiler_options=options)
-        options = ocp.CheckpointManagerOptions(max_to_keep=2, create=True)
-        self.manager = ocp.CheckpointManager((out / "state").absolute(), options=options)
 
-    def start(self, weights: ModelParams | None) -> tuple[int, TrainState]:
+    def start(self, folder: RunFolder, weights: ModelParams | None) -> tuple[int, TrainState]:
         """The newest saved state, or a new one (from `weights`, if given)."""
         params = weights or init(self.cfg, jax.random.key(self.recipe.seed))
         moments = self.optimizer.init(split_trainable(params)[0])
-        state = TrainState(params, moments, jnp.float32(jnp.inf))
-        latest = self.manager.latest_step()
-        if latest is None:
-            return 0, state
-        abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, state)
-        return latest, self.manager.restore(latest, args=ocp.args.StandardRestore(abstract))
+        return folder.read_state(TrainState(params, moments, jnp.float32(jnp.inf)))
 
     def train(self, weights: ModelParams | None, console: Console) -> None:
-        """Runs to the recipe's last step, resuming from the newest saved state."""
-        first, state = self.start(weights)
+        """Runs to the recipe's last step, resuming from the newest saved state.
+
+        Raises:
+            UsageError: another process is training there, or the newest state is damaged.
+            OSError: the folder cannot be written; what was there before is whole.
+        """
+        with open_folder(self.out) as folder:
+            self._train(folder, weights, console)
+
+    def _train(self, folder: RunFolder, weights: ModelParams | None, console: Console) -> None:
+        first, state = self.start(folder, weights)
         columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn()
         with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
             task = progress.add_task("training", total=self.recipe.steps, completed=first)
@@ -134,25 +133,23 @@ class Run:
                 state, loss = self.train_step(state, self.blank, tokens, jnp.int32(step))
                 taken, clock = time.monotonic() - clock, time.monotonic()
                 record = {"step": step + 1, **_figures(loss)}
-                self._log({**record, "tokens_per_s": round(tokens.size / taken)})
+                folder.log({**record, "tokens_per_s": round(tokens.size / taken)})
                 progress.update(task, advance=1, description=f"loss {record['lm']:.3f}")
                 done = step + 1 == self.recipe.steps
                 if (step + 1) % self.recipe.evaluate_every == 0 or done:
-                    state = self.evaluate(step + 1, state)
+                    state = self.evaluate(folder, step + 1, state)
                     console.print(f"step {step + 1}: {self.summary}")
                     clock = time.monotonic()
-        self.manager.wait_until_finished()
 
-    def evaluate(self, step: int, state: TrainState) -> TrainState:
+    def evaluate(self, folder: RunFolder, step: int, state: TrainState) -> TrainState:
         """Dev figures a set; the best weights so far become `model/`; the state is saved."""
         sets = {name: self._evaluate_set(state.params, docs) for name, docs in self.dev.items()}
         mean = float(np.mean([figures["lm"] for figures in sets.values()]))
-        self._log({"step": step, "dev": sets})
+        folder.log({"step": step, "dev": sets})
         if mean < float(state.best):
             state = state._replace(best=jnp.float32(mean))
-            save_checkpoint(self.out / "model", state.params, self.cfg, dtype=jnp.bfloat16)
-            shutil.copyfile(self.tokenizer_file, self.out / "model" / "tokenizer.json")
-        self.manager.save(step, args=ocp.args.StandardSave(state))
+            folder.save_model(state.params, self.cfg, self.tokenizer_file)
+        folder.save_state(step, state)
         self.summary = ", ".join(f"{name} {figures['lm']:.3f}" for name, figures in sets.items())
         return state
 
@@ -163,10 +160,6 @@ class Run:
             for rows in dev_batches(documents[:DEV_DOCUMENTS], self.recipe.sequence, size)
         ]
         return _figures(jax.tree.map(lambda *x: jnp.stack(x).mean(0), *losses))
-
-    def _log(self, record: dict[str, Any]) -> None:
-        with (self.out / "log.jsonl").open("a") as log:
-            log.write(json.dumps(record) + "\n")
 
 
 def _figures(loss: Loss) -> dict[str, Any]:

@@ -5,21 +5,22 @@ from __future__ import annotations
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.tree_attention import gpu, ref
+from pallas_kernels.tree_attention import cpu, gpu, ref, tpu
 from pallas_kernels.tree_attention.sources import (
     Bf16Words,
     Committed,
     Fp8Bytes,
     Fp8Entries,
     Own,
+    capacity_of,
 )
 
 __all__ = ["Bf16Words", "Committed", "Fp8Bytes", "Fp8Entries", "Own", "tree_attention"]
 
 BACKENDS: Backends = {
     "ref": ref.tree_attention,
-    "cpu": ref.tree_attention,
-    "tpu": "the TPU kernel is not written yet; use 'ref'",
+    "cpu": cpu.tree_attention,
+    "tpu": tpu.tree_attention,
     "gpu": gpu.tree_attention,
 }
 
@@ -46,5 +47,6 @@ def tree_attention(
     Raises:
         ValueError: a named `impl` that cannot run.
     """
-    run = resolve(impl, "tree_attention", BACKENDS)
+    sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": capacity_of(committed)}
+    run = resolve(impl, "tree_attention", BACKENDS, sizes=sizes)
     return run(q, sink, committed, own, position=position)

@@ -9,7 +9,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention.plan import WORD, Plan, Rows
+from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows
 from pallas_kernels.tree_attention.sources import Committed, Own
 from pallas_kernels.tree_attention.union import union
 
@@ -19,7 +19,7 @@ Block = tuple[Array, pl.BlockSpec]
 class Operands(NamedTuple):
     """Arguments of the kernel in its order."""
 
-    scalars: list[Array]  # lengths [B], bits of what is seen, places in the unions
+    scalars: list[Array]  # lengths [B], bits of what is seen
     blocks: dict[str, Block]
 
 
@@ -48,16 +48,14 @@ def operands(
         **_own_blocks(plan, own),
     }
     length = committed.length.astype(jnp.int32)
-    used = jnp.zeros(1, jnp.int32)
     if rows is not None and plan.walk.gather:
-        used, listed = _gathered(plan, committed.selected, length)
-        blocks |= listed
+        blocks |= _gathered(plan, committed.selected, length)
         blocks["entries"] = rows.array, pl.BlockSpec(memory_space=pl.ANY)
     elif rows is not None:
         if committed.selected is not None:
             blocks["selected"] = _selected(plan, committed.selected)
         blocks["entries"] = _streamed(plan, rows.array)
-    return Operands([length, _seen(own), used], blocks)
+    return Operands([length, _seen(own)], blocks)
 
 
 def _seen(own: Own) -> Array:
@@ -86,19 +84,20 @@ def _own_blocks(plan: Plan, own: Own) -> dict[str, Block]:
     return blocks
 
 
-def _gathered(plan: Plan, selected: Array, length: Array) -> tuple[Array, dict[str, Block]]:
-    """How many places are used; the places as scalars, and who selects what they hold."""
+def _gathered(plan: Plan, selected: Array, length: Array) -> dict[str, Block]:
+    """The union of a tile's selections in scalar memory, the selections in vector memory."""
     walk = plan.walk
-    size = walk.steps * walk.places
+    spare = -selected.shape[-1] % LANES
+    if spare:
+        selected = jnp.pad(selected, [(0, 0), (0, 0), (0, spare)])
     count = jnp.minimum(length // walk.ratio, walk.capacity)
-    listed = union(selected, count, tile=plan.node_tile, pack=walk.pack, size=size)
-    place = pl.BlockSpec((1, 1, 1, size), lambda b, i, *_: (b, i, 0, 0), memory_space=pltpu.SMEM)
-    selectors = pl.BlockSpec(
-        (1, 1, 1, walk.size), lambda b, i, s, *_: (b, i, 0, jnp.maximum(s - 1, 0))
+    places = union(selected, count, tile=plan.node_tile, pack=walk.pack)
+    spec = pl.BlockSpec(
+        (1, 1, 1, places.shape[-1]), lambda b, i, *_: (b, i, 0, 0), memory_space=pltpu.SMEM
     )
-    return listed.used.reshape(-1), {
-        "place": (listed.place[:, :, None], place),
-        "selectors": (listed.nodes[:, :, None], selectors),
+    return {
+        "union": (_signed(places)[:, :, None], spec),
+        "selected": _tiled(_signed(selected), plan.node_tile),
     }
 
 

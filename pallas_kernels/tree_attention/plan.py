@@ -21,13 +21,8 @@ ALIGN = 16
 """Sublanes of a tile of two-byte values: a chain's rows are sliced at multiples of it."""
 
 
-class Tuning(NamedTuple):
-    """Choices that change no result."""
-
-    mode: str = "auto"  # stream | gather | auto
-    node_tile: int = 8  # nodes whose queries share a pass over the entries
-    entry_tile: int = 512  # entries a step
-    vmem_limit: int = 32 << 20  # bytes; v5e and v5p grant 16 MiB unless asked, all have 64 or more
+MOST_ENTRIES = WORD * LANES
+"""Entries a step: more would take more words of a selection than a register has lanes."""
 
 
 class Walk(NamedTuple):
@@ -50,7 +45,7 @@ class Walk(NamedTuple):
     @property
     def word_block(self) -> int:
         """Words of a selection that are in VMEM at a time (stream): the lanes of a register."""
-        return max(LANES, self.size // WORD)
+        return LANES
 
 
 class Plan(NamedTuple):
@@ -111,14 +106,37 @@ def rows_of(entries: Entries | None) -> Rows | None:
     return Rows(entries, "plain")
 
 
-def choose(q: Array, committed: Committed, own: Own, rows: Rows | None, tuning: Tuning) -> Plan:
+def choose(
+    q: Array,
+    committed: Committed,
+    own: Own,
+    rows: Rows | None,
+    *,
+    mode: str,
+    node_tile: int,
+    entry_tile: int,
+) -> Plan:
     """The plan of a call.
 
+    Args:
+        q: queries `[B, N, H, K]`.
+        committed: committed keys.
+        own: the block's own keys.
+        rows: committed entries.
+        mode: `stream`, `gather`, or `auto`: the one that reads less.
+        node_tile: nodes whose queries share a pass over the entries; a multiple of 8 if the block
+            has more.
+        entry_tile: entries a step, a multiple of 128.
+
     Raises:
-        ValueError: the tuning's mode is unknown or cannot be.
+        ValueError: the mode is unknown or cannot be, or a tile has no such size.
     """
     batch, nodes, heads, dim = q.shape
-    node_tile = min(tuning.node_tile, nodes)
+    if node_tile < 1 or (node_tile < nodes and node_tile % 8):
+        raise ValueError(f"node_tile must be a multiple of 8, not {node_tile}")
+    if entry_tile < LANES or entry_tile % LANES or MOST_ENTRIES % entry_tile:
+        raise ValueError(f"entry_tile must be 128 times a power of two up to 32, not {entry_tile}")
+    node_tile = min(node_tile, nodes)
     window, own_rows = committed.ring.shape[1], own.rows.shape[1]
     chain = own.row_bits is None
     if chain:
@@ -134,14 +152,15 @@ def choose(q: Array, committed: Committed, own: Own, rows: Rows | None, tuning: 
         band=min(own_rows, _up(window + node_tile + ALIGN, ALIGN)),
         own_entries=0 if own.entries is None else own.entries.shape[1],
         node_tile=node_tile,
-        entry_tile=tuning.entry_tile,
-        walk=_walk(committed, rows, node_tile, tuning),
+        entry_tile=entry_tile,
+        walk=_walk(committed, rows, mode, node_tile, entry_tile),
     )
 
 
-def _walk(committed: Committed, rows: Rows | None, node_tile: int, tuning: Tuning) -> Walk:
+def _walk(
+    committed: Committed, rows: Rows | None, mode: str, node_tile: int, entry_tile: int
+) -> Walk:
     """Gather reads at most `topk` places for each node of a tile, stream reads every entry."""
-    mode = tuning.mode
     if mode not in ("auto", "stream", "gather"):
         raise ValueError(f"unknown mode {mode!r}; choose auto, stream or gather")
     if rows is None:
@@ -159,7 +178,7 @@ def _walk(committed: Committed, rows: Rows | None, node_tile: int, tuning: Tunin
     most = node_tile * committed.topk * pack
     gather = mode == "gather" or (mode == "auto" and can and most < capacity)
     visited = min(most, capacity) if gather else capacity
-    size = min(tuning.entry_tile, _up(visited, LANES if gather else WORD))
+    size = min(entry_tile, _up(visited, LANES if gather else WORD))
     return Walk(
         form=rows.form,
         rotary=rows.rotary,

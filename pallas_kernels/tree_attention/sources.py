@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import jax
 from jax import Array
 
 FP8_GROUP = 64
@@ -13,8 +14,8 @@ FP8_GROUP = 64
 class Fp8Entries(NamedTuple):
     """Compressed entries as the release rounds them: FP8 but for the rotary part.
 
-    The last group of a row may be smaller. `forms.quantise` makes it, `forms.dequantise` says what it
-    means.
+    The last group of a row may be smaller. `forms.quantise` makes it, `forms.dequantise` says
+    what it means.
     """
 
     values: Array  # [B, C, K - r] float8_e4m3fn
@@ -70,3 +71,9 @@ class Own(NamedTuple):
     row_bits: Any  # [B, N, ceil(M / 32)] uint32: ancestors and the node itself
     entries: Any = None  # [B, J, K], or None
     entry_bits: Any = None  # [B, N, ceil(J / 32)] uint32
+
+
+def capacity_of(committed: Committed) -> int:
+    """Places for committed entries, C."""
+    leaves = jax.tree.leaves(committed.entries)
+    return leaves[0].shape[1] if leaves else 0

@@ -1,4 +1,4 @@
-"""What the TPU kernel does with one tile of keys: masks from bits, FP8 to values, online softmax."""
+"""What the TPU kernel does with a tile of keys: masks from bits, stored rows to values, softmax."""
 
 from __future__ import annotations
 

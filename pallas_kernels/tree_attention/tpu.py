@@ -20,8 +20,14 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tree_attention import tile
 from pallas_kernels.tree_attention.fetch import Fetch
 from pallas_kernels.tree_attention.operands import Operands, operands
-from pallas_kernels.tree_attention.plan import ALIGN, WORD, Plan, Tuning, choose, rows_of
+from pallas_kernels.tree_attention.plan import ALIGN, WORD, Plan, choose, rows_of
 from pallas_kernels.tree_attention.sources import Committed, Own
+from pallas_kernels.tree_attention.traffic import traffic
+
+__all__ = ["traffic", "tree_attention"]
+
+VMEM_LIMIT = 32 << 20
+"""Bytes; v5e and v5p grant 16 MiB unless asked, every TPU has 64 MiB or more."""
 
 
 def tree_attention(
@@ -31,8 +37,9 @@ def tree_attention(
     own: Own,
     *,
     position: Array,
-    tuning: Tuning = Tuning(),
-    interpret: Any = False,
+    mode: str = "auto",
+    node_tile: int = 8,
+    entry_tile: int = 512,
 ) -> Array:
     """See `op.tree_attention`, whose arguments these are.
 
@@ -42,11 +49,12 @@ def tree_attention(
         committed: committed keys; `Fp8Entries` are copied first, `Fp8Bytes` are read as they are.
         own: the block's own keys.
         position: positions of the queries.
-        tuning: tiles and plan, static.
-        interpret: what `pallas_call` takes, static.
+        mode: `stream`, `gather`, or `auto`: the one that reads less. Static, as are the tiles.
+        node_tile: nodes whose queries share a pass over the entries.
+        entry_tile: entries a step.
 
     Raises:
-        ValueError: the plan that the tuning names cannot be.
+        ValueError: the mode cannot be, or a tile has no such size.
     """
     batch, nodes, heads, dim = q.shape
     # A node's heads fill whole tiles of sublanes; only toys need the padding.
@@ -55,19 +63,24 @@ def tree_attention(
         q = jnp.pad(q, [(0, 0), (0, 0), (0, spare), (0, 0)])
         sink = jnp.pad(sink, (0, spare))
     rows = rows_of(committed.entries)
-    plan = choose(q, committed, own, rows, tuning)
-    given = operands(plan, (q, sink, position), rows, committed, own)
-    out = _call(plan, given, tuning, interpret)
+    plan = choose(q, committed, own, rows, mode=mode, node_tile=node_tile, entry_tile=entry_tile)
+    out = _call(plan, operands(plan, (q, sink, position), rows, committed, own))
     return out.reshape(batch, nodes, heads + spare, dim)[:, :, :heads]
 
 
-def _call(plan: Plan, given: Operands, tuning: Tuning, interpret: Any) -> Array:
+def _is_for_tpu() -> bool:
+    """Whether the program at hand is compiled for a TPU; else its kernels are interpreted."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return (jax.default_backend() if device is None else device.platform) == "tpu"
+
+
+def _call(plan: Plan, given: Operands) -> Array:
     rows, gather = plan.node_tile * plan.heads, plan.walk.gather
     scratch = [pltpu.VMEM((rows, 1), jnp.float32), pltpu.VMEM((rows, 1), jnp.float32)]
     if gather:
-        scratch += Fetch.scratch(plan.walk, given.blocks["entries"][0])
+        scratch += Fetch.scratch(plan.walk, plan.node_tile, given.blocks["entries"][0])
     return pl.pallas_call(
-        functools.partial(_kernel, plan, tuple(given.blocks), bool(interpret)),
+        functools.partial(_kernel, plan, tuple(given.blocks), not _is_for_tpu()),
         out_shape=jax.ShapeDtypeStruct(
             (plan.batch, plan.nodes * plan.heads, plan.dim), jnp.float32
         ),
@@ -80,9 +93,8 @@ def _call(plan: Plan, given: Operands, tuning: Tuning, interpret: Any) -> Array:
         ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=("parallel", "parallel", "arbitrary"),
-            vmem_limit_bytes=tuning.vmem_limit,
+            vmem_limit_bytes=VMEM_LIMIT,
         ),
-        interpret=interpret,
         name="tree_attention_" + ("gather" if gather else "stream"),
     )(*given.scalars, *(array for array, _ in given.blocks.values()))
 
@@ -91,18 +103,16 @@ Refs = dict[str, Any]
 
 
 def _kernel(plan: Plan, names: tuple[str, ...], interpreted: bool, *refs: Any) -> None:
-    ref: Refs = dict(zip(("length", "seen", "used", *names), refs, strict=False))
+    ref: Refs = dict(zip(("length", "seen", *names), refs, strict=False))
     out, top, total, *buffers = refs[len(ref) :]
     softmax, walk = tile.Softmax(top, total, out), plan.walk
-    b, i, step = (pl.program_id(axis) for axis in range(3))
+    b, step = pl.program_id(0), pl.program_id(2)
     length = ref["length"][b]
     count = jnp.minimum(lax.div(length, walk.ratio), walk.capacity)
     fetch = None
     if walk.gather:
-        used = ref["used"][b * plan.tiles + i]
-        fetch = Fetch(walk, ref["entries"].at[b], ref["place"].at[0, 0, 0], used, buffers)
-        fetch.interpreted = interpreted
-        count = fetch.entries(count)
+        sources = ref["entries"].at[b], ref["union"].at[0, 0, 0], ref["selected"].at[0]
+        fetch = Fetch(walk, sources, count, buffers, interpreted=interpreted)
 
     @pl.when(step == 0)
     def _() -> None:
@@ -116,31 +126,47 @@ def _kernel(plan: Plan, names: tuple[str, ...], interpreted: bool, *refs: Any) -
             _add_tree_rows(plan, ref, softmax)
         _add_own_entries(plan, ref, softmax)
 
-    if walk.steps:
-
-        @pl.when((step > 0) & ((step - 1) * walk.size < count))
-        def _() -> None:
-            _add_entries(plan, ref, softmax, fetch, count)
+    @pl.when(step > 0)
+    def _() -> None:
+        if fetch is not None:
+            _add_gathered(plan, ref, softmax, fetch)
+        elif walk.steps:
+            _add_streamed(plan, ref, softmax, count - (step - 1) * walk.size)
 
     @pl.when(step == walk.steps)
     def _() -> None:
         softmax.finish()
 
 
+def _add_streamed(plan: Plan, ref: Refs, softmax: tile.Softmax, left: Array) -> None:
+    """The entries of this step, in order, of which `left` or all are committed."""
+
+    @pl.when(left > 0)
+    def _() -> None:
+        _add_entries(plan, ref, softmax, left, (ref["entries"][0], _streamed_mask(plan, ref)))
+
+
+def _add_gathered(plan: Plan, ref: Refs, softmax: tile.Softmax, fetch: Fetch) -> None:
+    """What this step fetched, while the next step's entries are on their way."""
+    step = pl.program_id(2) - 1
+    left = fetch.found(step)
+    fetch.start(step + 1)  # also when nothing is left, so that the steps after this one know
+
+    @pl.when(left > 0)
+    def _() -> None:
+        stored = fetch.wait(step)
+        _add_entries(plan, ref, softmax, left, (stored, fetch.mask(step)))
+
+
 def _add_entries(
-    plan: Plan, ref: Refs, softmax: tile.Softmax, fetch: Fetch | None, count: Array
+    plan: Plan, ref: Refs, softmax: tile.Softmax, left: Array, found: tuple[Array, Array]
 ) -> None:
-    """Committed entries of this step; `count` of all steps are meant."""
-    walk, index = plan.walk, pl.program_id(2) - 1
-    if fetch is None:
-        stored, mask = ref["entries"][0], _streamed_mask(plan, ref)
-    else:
-        fetch.start(index + 1)
-        stored, mask = fetch.wait(index), _gathered_mask(plan, ref)
-    left = count - index * walk.size
-    keys = tile.values(stored, walk.form, walk.rotary)
-    keys = tile.keep_where(tile.below(left, walk.size, 0), keys)
-    softmax.add(ref["q"][0], keys, mask & tile.below(left, walk.size, 1))
+    """Stored entries under a mask; those from `left` on may hold anything."""
+    stored, mask = found
+    size = plan.walk.size
+    keys = tile.values(stored, plan.walk.form, plan.walk.rotary)
+    keys = tile.keep_where(tile.below(left, size, 0), keys)
+    softmax.add(ref["q"][0], keys, mask & tile.below(left, size, 1))
 
 
 def _add_ring(plan: Plan, ref: Refs, softmax: tile.Softmax, length: Array) -> None:
@@ -196,10 +222,3 @@ def _streamed_mask(plan: Plan, ref: Refs) -> Array:
         first = lax.rem((pl.program_id(2) - 1) * each, walk.word_block)
         words = pltpu.roll(words, lax.rem(walk.word_block - first, walk.word_block), 1)
     return tile.lanes(words, walk.size)
-
-
-def _gathered_mask(plan: Plan, ref: Refs) -> Array:
-    """Bit n of what is fetched, for node n of the tile."""
-    shape = plan.node_tile, plan.walk.size
-    flags = jnp.broadcast_to(ref["selectors"][0, 0], shape)
-    return lax.shift_right_logical(flags, lax.broadcasted_iota(jnp.int32, shape, 0)) & 1 == 1

@@ -24,7 +24,8 @@ OPS = {"tree_attention": tree_attention, "index_topk": index_topk, "grouped_matm
         (GOOD.replace("nodes", "heads"), "unknown size of index_topk: 'heads'"),
         (GOOD.replace("64", "0"), "whole numbers above 0"),
         (GOOD.replace("64", "true"), "whole numbers above 0"),
-        (GOOD.replace("64", '"64"'), "whole numbers above 0"),
+        (GOOD.replace("64", "[64]"), "whole numbers above 0 and words"),
+        (GOOD.replace("8 }", '"8" }'), "whole numbers above 0"),
         (GOOD.replace('"TPU v6 lite"', "6"), "device of index_topk must be text"),
     ],
 )
