@@ -606,7 +606,7 @@ _KERNELS = (
     ),
     Mutant(
         "window of a long chunk one too narrow",
-        DENSE,
+        "pallas_kernels/tree_attention/cpu.py",
         "(offset <= window)",
         "(offset < window)",
         CHUNKS,
