@@ -91,7 +91,7 @@ def orders(operands: Operands, shape: Shape) -> Array:
 def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
     chunk, batch, split = (lax.axis_index(name) for name in ("chunk", "batch", "split"))
     group = lax.axis_index("group")
-    node, heads = chunk * shape.chunk, ref.weight.shape[2]
+    node = chunk * shape.chunk
     committed, count = ref.tiles[batch, 0], ref.tiles[batch, 1]
     first = count * split // shape.splits
     steps = (count * (split + 1) // shape.splits - first - group + GROUPS - 1) // GROUPS
@@ -113,11 +113,7 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
 
     @pl.when(group == 0)
     def _() -> None:
-        nodes = pl.ds(node, shape.chunk)
-        for i in range(shape.chunk):
-            rows = pl.ds((node + i) * heads, heads)
-            plgpu.copy_gmem_to_smem(ref.q.at[batch, rows], scratch.q.at[i], scratch.ready)
-        plgpu.copy_gmem_to_smem(ref.weight.at[batch, nodes], scratch.weight, scratch.ready)
+        _fetch_queries(ref, scratch, batch, node)
 
     for slot in range(SLOTS):
 
@@ -141,6 +137,16 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
         @pl.when(step + SLOTS < steps)
         def _() -> None:
             fetch(step + SLOTS)
+
+
+def _fetch_queries(ref: Operands, scratch: Scratch, batch: Array, node: Array) -> None:
+    """Starts the copies of the chunk's queries and head weights, from its first node on."""
+    chunk, heads = scratch.weight.shape
+    for i in range(chunk):
+        rows = pl.ds((node + i) * heads, heads)
+        plgpu.copy_gmem_to_smem(ref.q.at[batch, rows], scratch.q.at[i], scratch.ready)
+    weights = ref.weight.at[batch, pl.ds(node, chunk)]
+    plgpu.copy_gmem_to_smem(weights, scratch.weight, scratch.ready)
 
 
 def _score(scratch: Scratch, keys: Any, node: Array) -> Array:

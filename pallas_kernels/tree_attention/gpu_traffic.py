@@ -65,13 +65,9 @@ def traffic(
             written += batch * capacity * entry
             tiles += -(-capacity // TILE) - -(-rows_of(committed.entries) // TILE)
         read += int(touched.sum()) * (entry if in_place else 2 * width)
-        if in_place:  # scales are turned first
-            read += batch * capacity * committed.entries.scale.shape[-1]
-            written += batch * capacity * committed.entries.scale.shape[-1]
-        elif entry != 2 * width:  # brought to bfloat16 first, all of them
-            read += batch * capacity * entry
-            written += batch * capacity * 2 * width
-        elif capacity % 8:
+        moved = _converted(committed.entries, batch * capacity, width)
+        read, written = read + moved[0], written + moved[1]
+        if capacity % 8 and not in_place and entry == 2 * width:  # padded to whole groups of 8
             read += batch * capacity * entry
             written += batch * (capacity + -capacity % 8) * entry
     words = 4 * batch * (nodes + 1) * tiles * (TILE // WORD)
@@ -81,6 +77,17 @@ def traffic(
     read += words + lists + partial
     written += words + lists + partial + 4 * math.prod(q.shape)
     return read, written, least
+
+
+def _converted(entries: Any, rows: int, width: int) -> tuple[int, int]:
+    """Bytes read and written to bring so many rows into the form that the kernel reads."""
+    if isinstance(entries, Fp8Entries) and unpacks(entries):  # scales are turned first
+        scales = rows * entries.scale.shape[-1]
+        return scales, scales
+    entry = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    if entry != 2 * width:  # brought to bfloat16 first, all of them
+        return rows * entry, rows * 2 * width
+    return 0, 0
 
 
 def _touched(committed: Committed, nodes: int, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
