@@ -46,6 +46,8 @@ RANKS = "test_answer.py::test_ranks_and_depths_are_those_of_plain_walks"
 STREAMS = "test_step.py::test_every_drafter_gives_the_stream_of_plain_decoding"
 PLAINLY = "test_step.py::test_plain_decoding_is_the_loop_on_the_host"
 EMITS = "test_step.py::test_a_step_emits_the_path_that_plain_decoding_takes"
+LOSSLESS = "test_lossless.py::test_any_draft_gives_the_stream_and_the_state_of_plain_decoding"
+COMPILES = "test_one_program.py::test_a_run_compiles_each_phase_once_and_the_next_runs_nothing"
 COMMITS = "test_laws.py::test_a_commit_writes_the_accepted_rows_and_nothing_else"
 CHUNKS = "test_golden.py::test_in_chunks"
 NODES = "test_golden.py::test_as_trees_of_one_node"
@@ -434,6 +436,28 @@ _STATE = (
         "jnp.take_along_axis(gap, result.path, axis=1)",
         "gap[:, : result.path.shape[1]]",
         EMITS,
+    ),
+    Mutant(
+        "first nodes of the block are committed",
+        STEP,
+        "cache = extend(state.cache, verified.rows, result.path, result.count)",
+        "path = 0 * result.path + jnp.arange(result.path.shape[1])\n"
+        "    cache = extend(state.cache, verified.rows, path, result.count)",
+        LOSSLESS,
+    ),
+    Mutant(
+        "refill is static",
+        ENGINE,
+        'jit(generate, static_argnames=("cfg", "drafter", "impl")',
+        'jit(generate, static_argnames=("cfg", "drafter", "impl", "refill")',
+        COMPILES,
+    ),
+    Mutant(
+        "capacity follows the prompts",
+        ENGINE,
+        "run.max_len or round_up(needed, ROUND)",
+        "run.max_len or needed",
+        COMPILES,
     ),
     Mutant(
         "refill of another slot",

@@ -33,13 +33,16 @@ TRACES: Counter[str] = Counter()
 """How often each of the compiled pieces was traced."""
 
 
-@dataclass(frozen=True, repr=False)  # short in the report of a failure
+@dataclass(frozen=True)
 class Model:
     """One set of weights: for the engine in float32, for the oracle in float64."""
 
     params: ModelParams
     cfg: ModelConfig
     oracle: Oracle
+
+    def __repr__(self) -> str:
+        return f"<model of ratios {self.cfg.compress_ratios}>"  # short in the report of a failure
 
 
 def random_model(folder: Path, overrides: Mapping[str, Any], seed: int = 0) -> Model:
