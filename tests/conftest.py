@@ -8,16 +8,12 @@ import hypothesis
 import pytest
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-<<<<<<< HEAD
 # XLA's pool of threads: a warpgroup that waits in the interpreter of GPU kernels holds one of them,
 # and with no more threads than warpgroups nothing ever arrives.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
-hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True)
-=======
 # What is drawn is mostly the seed of a generator, of which there is no simpler one to look for.
 PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
 hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True, phases=PHASES)
->>>>>>> laws
 hypothesis.settings.load_profile("jaxspec")
 
 
