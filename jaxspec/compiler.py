@@ -1,9 +1,11 @@
-"""Options of the XLA compiler that measurements call for."""
+"""How programs are compiled: options that measurements call for, and interpretation."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import jax
@@ -29,3 +31,17 @@ def jit(function: Callable[..., Any], **keywords: Any) -> Callable[..., Any]:
         keywords: of `jax.jit`; hashable.
     """
     return jax.jit(function, compiler_options=compiler_options(), **keywords)
+
+
+def interpretation(on: bool) -> AbstractContextManager[None]:
+    """Where `on`, TPU kernels that this thread compiles are interpreted on the CPU.
+
+    Slow, and strict: memory starts as NaN, and a read out of bounds is an error.
+    """
+    if not on:
+        return contextlib.nullcontext()
+    from jax.experimental.pallas import tpu as pltpu
+
+    return pltpu.force_tpu_interpret_mode(
+        pltpu.InterpretParams(uninitialized_memory="nan", out_of_bounds_reads="raise")
+    )

@@ -19,13 +19,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxspec.answer import Answer, News, tally
-from jaxspec.compiler import jit
+from jaxspec.compiler import interpretation, jit
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
 from jaxspec.draft.grow import TreeShape
 from jaxspec.draft.mtp import make_drafter
 from jaxspec.draft.plain import PLAIN
 from jaxspec.errors import UsageError
+from jaxspec.model.backends import check_impl
 from jaxspec.model.params import ModelParams
 from jaxspec.phases import measure_shares
 from jaxspec.requests import Request, check_token_ids
@@ -105,10 +106,12 @@ class Engine:
         """Takes a model as `load_checkpoint` gives it.
 
         Raises:
-            UsageError: the model cannot draft as asked, or stop strings lack a tokenizer.
+            UsageError: the model cannot draft as asked, its kernels cannot run as asked, or stop
+                strings lack a tokenizer.
         """
         if run.stop and tokenizer is None:
             raise UsageError("stop strings need a tokenizer; leave stop out")
+        check_impl(run.impl, interpret=run.interpret)
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
         self.answers: list[Answer] = []
@@ -244,16 +247,17 @@ class Engine:
             static_argnames=("cfg", "drafter", "chunk", "impl"),
             donate_argnames="state",
         )
-        return run(
-            self.params,
-            self.cfg,
-            self._start([answer], shapes),
-            jnp.asarray(token),
-            jnp.asarray([len(prompt)]),
-            drafter=observer(self.drafter),
-            chunk=shapes.chunk,
-            impl=self.run.impl,
-        )
+        with interpretation(self.run.interpret):
+            return run(
+                self.params,
+                self.cfg,
+                self._start([answer], shapes),
+                jnp.asarray(token),
+                jnp.asarray([len(prompt)]),
+                drafter=observer(self.drafter),
+                chunk=shapes.chunk,
+                impl=self.run.impl,
+            )
 
     def _start(self, answers: Sequence[Answer | None], shapes: Shapes) -> DecodeState:
         """The state of these sequences before their prompts; None is a place for a later one."""
@@ -278,15 +282,9 @@ class Engine:
 
     def _step(self, state: DecodeState, *, steps: int, refill: bool) -> DecodeState:
         run = jit(generate, static_argnames=("cfg", "drafter", "impl"), donate_argnames="state")
-        return run(
-            self.params,
-            self.cfg,
-            state,
-            steps=steps,
-            refill=refill,
-            drafter=self.drafter,
-            impl=self.run.impl,
-        )
+        choices = {"drafter": self.drafter, "impl": self.run.impl}
+        with interpretation(self.run.interpret):
+            return run(self.params, self.cfg, state, steps=steps, refill=refill, **choices)
 
     def _keep_sample(self, state: DecodeState) -> None:
         """Copies the first state of a comparison, for the phases; the copying is not timed."""
@@ -297,9 +295,10 @@ class Engine:
 
     def _measure_phases(self, state: DecodeState) -> None:
         """Divides the time of the step loop by the shares that the phases have apart."""
-        shares = measure_shares(
-            self.params, self.cfg, state, drafter=self.drafter, impl=self.run.impl
-        )
+        with interpretation(self.run.interpret):
+            shares = measure_shares(
+                self.params, self.cfg, state, drafter=self.drafter, impl=self.run.impl
+            )
         if shares is not None:
             draft, verify, commit = (share * self._looping for share in shares)
             self._phases = draft, verify, commit

@@ -138,8 +138,11 @@ class RunConfig:
     max_len: int | None = _setting(
         None, integer(1), "capacity of a row in tokens (default: what prompts and limits need)"
     )
-    impl: Literal["auto", "ref", "tpu", "gpu"] = _setting(
-        "auto", one_of("auto", "ref", "tpu", "gpu"), "implementation of the kernels"
+    impl: Literal["auto", "ref", "cpu", "tpu", "gpu"] = _setting(
+        "auto", one_of("auto", "ref", "cpu", "tpu", "gpu"), "implementation of the kernels"
+    )
+    interpret: bool = _setting(
+        False, _SWITCH, "interpret the TPU kernels on the CPU: slow, to check them (--impl tpu)"
     )
     dtype: Literal["float32", "bfloat16"] | None = _setting(
         None,
@@ -164,6 +167,8 @@ class RunConfig:
                 f"budget {self.budget} is above the capacity, max_len {self.max_len}; "
                 "lower the one or raise the other"
             )
+        if self.interpret and self.impl != "tpu":
+            raise UsageError(f"interpret is for the kernels of impl tpu, not {self.impl}")
 
 
 # What a value may be but cannot be yet, and what to do instead. An entry goes when its feature is
@@ -171,7 +176,6 @@ class RunConfig:
 _UNBUILT = {
     "drafter": Rule("use auto or mtp", lambda value: value in ("dspark", "ngram")),
     "budget": Rule("use a number, 8 for example", lambda value: value == "auto"),
-    "impl": Rule("use auto or ref", lambda value: value in ("tpu", "gpu")),
     "mesh": Rule("leave it out", lambda value: value not in (None, Mesh())),
 }
 

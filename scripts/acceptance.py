@@ -43,14 +43,16 @@ class Cell(NamedTuple):
     answers: dict[str, list[Answer]]
 
 
-class _Parser(argparse.ArgumentParser):
+class Parser(argparse.ArgumentParser):
+    """Reports a wrong argument like any wrong input."""
+
     def error(self, message: str) -> NoReturn:
         raise UsageError(f"{message}; --help shows what is right")
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(prog="python -m scripts.acceptance", description=__doc__, allow_abbrev=False)
+    parser = Parser(prog="python -m scripts.acceptance", description=__doc__, allow_abbrev=False)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts-per-set", type=int, default=32, metavar="N")
@@ -101,6 +103,22 @@ def read_sets(folder: Path, count: int, tokenizer: Tokenizer) -> dict[str, list[
     if not sets:
         raise UsageError(f"{folder} holds no SET/dev*.jsonl; name the folder that holds the sets")
     return sets
+
+
+def load_model(
+    directory: Path, requests: Sequence[Request], most: int
+) -> tuple[tuple[Any, Any, Tokenizer], int]:
+    """Parameters, configuration and tokenizer, and one capacity for all runs.
+
+    Capacity is a shape: another one would be another compilation.
+    """
+    from jaxspec.checkpoint import load_checkpoint
+    from jaxspec.engine import ROUND, round_up
+
+    params, cfg = load_checkpoint(directory, dtype="float32")
+    longest = max(len(each.prompt) for each in requests)
+    capacity = min(round_up(longest + most, ROUND), cfg.max_position_embeddings)
+    return (params, cfg, Tokenizer.load(directory)), capacity
 
 
 def decode(
@@ -221,24 +239,16 @@ def measure(args: argparse.Namespace) -> int:
     if args.out is not None:
         report.check_writable(args.out)
     directory = model_dir(args.model)
-    tokenizer = Tokenizer.load(directory)
-    sets = read_sets(args.data, args.prompts_per_set, tokenizer)
+    sets = read_sets(args.data, args.prompts_per_set, Tokenizer.load(directory))
     import jax
 
-    from jaxspec.checkpoint import load_checkpoint
-    from jaxspec.engine import ROUND, round_up
-
-    params, cfg = load_checkpoint(directory, dtype="float32")
-    longest = max(len(each.prompt) for requests in sets.values() for each in requests)
-    # One capacity for all runs: it is a shape, and another one would be another compilation.
-    capacity = min(round_up(longest + args.max_new_tokens, ROUND), cfg.max_position_embeddings)
+    requests = [request for each in sets.values() for request in each]
+    model, capacity = load_model(directory, requests, args.max_new_tokens)
     columns = TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
         cells = [
-            decode(
-                (params, cfg, tokenizer), dataclasses.replace(run, max_len=capacity), sets, progress
-            )
+            decode(model, dataclasses.replace(run, max_len=capacity), sets, progress)
             for run in runs
         ]
     plain, *others = cells

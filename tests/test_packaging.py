@@ -43,6 +43,7 @@ def test_a_wheel_holds_and_finds_what_ships(tmp_path: Path) -> None:
     (wheel,) = (tmp_path / "wheel").glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
     kept = [*(ROOT / "configs").rglob("*.toml"), *(ROOT / "jaxspec" / "models").rglob("*.*")]
+    kept.append(ROOT / "pallas_kernels" / "tuned.toml")
     for path in kept:
         name = path.relative_to(ROOT).as_posix()
         assert (f"jaxspec/{name}" if name.startswith("configs/") else name) in names
@@ -54,7 +55,9 @@ def test_a_wheel_holds_and_finds_what_ships(tmp_path: Path) -> None:
         "from jaxspec import resources, settings, text; "
         "print(resources.__file__); "
         "settings.read_run_config(resources.run_config_file('demo'), {}); "
-        "text.Tokenizer.load(resources.model_dir('nano'))"
+        "text.Tokenizer.load(resources.model_dir('nano')); "
+        "from pallas_kernels import tuning; "
+        "tuning.select('index_topk', 'any', {})"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],

@@ -25,11 +25,12 @@ REFUSED = {
     "stop": ["###", ("",), (1,), ["a"]],
     "max_len": [0, -1, 3.5],
     "impl": ["cuda"],
+    "interpret": [0, "yes"],
     "dtype": ["float16", 32],
     "mesh": ["data=2", 4],
     "compare": [1, "yes"],
 }
-UNBUILT = {"drafter": ["dspark", "ngram"], "budget": ["auto"], "impl": ["tpu", "gpu"]}
+UNBUILT = {"drafter": ["dspark", "ngram"], "budget": ["auto"]}
 
 valid_settings = st.fixed_dictionaries(
     {},
@@ -45,7 +46,7 @@ valid_settings = st.fixed_dictionaries(
         "seed": st.integers(0, MAX_SEED),
         "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=3).map(tuple),
         "max_len": st.integers(MAX_BUDGET, 10**6),
-        "impl": st.sampled_from(["auto", "ref"]),
+        "impl": st.sampled_from(["auto", "ref", "cpu", "tpu", "gpu"]),
         "dtype": st.sampled_from(["float32", "bfloat16"]),
         "compare": st.booleans(),
     },
@@ -150,7 +151,7 @@ def test_flags_override_the_file(
         ('budget = "8"', ["budget must be", "not '8'"]),
         ('stop = "###"', ["stop must be a list of strings"]),
         ("top_p = nan", ["top_p must be a number above 0 and up to 1, not nan"]),
-        ('impl = "tpu"', ["impl tpu is not built yet"]),
+        ("interpret = true", ["interpret is for the kernels of impl tpu, not auto"]),
     ],
 )
 def test_a_wrong_file_is_named_with_what_is_wrong(tmp_path, text, parts) -> None:

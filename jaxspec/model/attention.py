@@ -98,7 +98,10 @@ def attend(
             rows = rows.replace(key=keys.entry, key_open=keys.open)
             entries = IndexKeys(layer.keys, block.length // layer.ratio, keys.entry, entry_bits)
             selected, entry_bits = index_topk(*queries, entries, topk=cfg.index_topk, impl=impl)
-        committed = committed._replace(entries=layer.entries, selected=selected, ratio=layer.ratio)
+        topk = 0 if selected is None else cfg.index_topk
+        committed = committed._replace(
+            entries=layer.entries, selected=selected, ratio=layer.ratio, topk=topk
+        )
         own = own._replace(entries=folded.entry, entry_bits=entry_bits)
     out = tree_attention(q, p.sink, committed, own, position=block.position, impl=impl)
     return Attended(project_output(p, out.astype(x.dtype), turn), rows, scratch, q, queries)

@@ -66,7 +66,7 @@ def grouped_matmul(  # noqa: PLR0917 - the operands of one product, in the order
     live = jnp.ones(x.shape[:1], bool) if live is None else live
     _check_weights(x, w1, w3, w2)
     _check_routing(x, expert, weight, live)
-    run = resolve(impl, "grouped_matmul", BACKENDS)
+    run = resolve(impl, "grouped_matmul", BACKENDS, sizes={"rows": x.shape[0]})
     return run(x, (w1, w3, w2), (expert, weight, live), limit=limit)
 
 

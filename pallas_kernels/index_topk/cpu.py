@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 from pallas_kernels.index_topk import ref
@@ -13,7 +14,7 @@ from pallas_kernels.index_topk import ref
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
-SIGN = jnp.uint32(1 << 31)
+SIGN = np.uint32(1 << 31)
 
 
 def index_topk(q: Array, weight: Array, entries: IndexKeys, *, topk: int) -> tuple[Array, Array]:

@@ -7,8 +7,8 @@ from typing import NamedTuple
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.index_topk import cpu, ref, tpu
-from pallas_kernels.index_topk.packed import PackedKeys, pack_keys
+from pallas_kernels.index_topk import cpu, gpu, ref, tpu
+from pallas_kernels.index_topk.packed import PackedKeys, pack_keys, values
 
 __all__ = ["IndexKeys", "PackedKeys", "index_topk", "pack_keys"]
 
@@ -16,7 +16,7 @@ BACKENDS: Backends = {
     "ref": ref.index_topk,
     "cpu": cpu.index_topk,
     "tpu": tpu.index_topk,
-    "gpu": "the GPU kernel is not written yet; use 'ref'",
+    "gpu": gpu.index_topk,
 }
 
 
@@ -51,5 +51,6 @@ def index_topk(
     Raises:
         ValueError: a named `impl` that cannot run.
     """
-    run = resolve(impl, "index_topk", BACKENDS)
+    sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": values(entries.keys).shape[1]}
+    run = resolve(impl, "index_topk", BACKENDS, sizes=sizes)
     return run(q, weight, entries, topk=topk)

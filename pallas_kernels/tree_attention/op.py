@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
-
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
-from pallas_kernels.tree_attention import ref
+from pallas_kernels.tree_attention import cpu, gpu, ref, tpu
+from pallas_kernels.tree_attention.sources import (
+    Bf16Words,
+    Committed,
+    Fp8Bytes,
+    Fp8Entries,
+    Own,
+    capacity_of,
+)
+
+__all__ = ["Bf16Words", "Committed", "Fp8Bytes", "Fp8Entries", "Own", "tree_attention"]
 
 BACKENDS: Backends = {
     "ref": ref.tree_attention,
-    "cpu": ref.tree_attention,
-    "tpu": "the TPU kernel is not written yet; use 'ref'",
-    "gpu": "the GPU kernel is not written yet; use 'ref'",
+    "cpu": cpu.tree_attention,
+    "tpu": tpu.tree_attention,
+    "gpu": gpu.tree_attention,
 }
-
-
-class Committed(NamedTuple):
-    """Committed keys (K = V): the raw ring and, on compressed layers, the entries."""
-
-    ring: Array  # [B, W, K]: position p in slot p mod W
-    length: Array  # [B] int32
-    entries: Any = None  # [B, C, K], or None
-    selected: Any = None  # [B, N, ceil(C / 32)] uint32; None: every committed entry
-    ratio: int = 0
-
-
-class Own(NamedTuple):
-    """The block's own keys (K = V), each visible to whoever has its bit.
-
-    `row_bits` is None for a chain: every row sees the rows up to itself.
-    """
-
-    rows: Array  # [B, M, K]
-    row_position: Array  # [B, M] int32
-    row_bits: Any  # [B, N, ceil(M / 32)] uint32: ancestors and the node itself
-    entries: Any = None  # [B, J, K], or None
-    entry_bits: Any = None  # [B, N, ceil(J / 32)] uint32
 
 
 def tree_attention(
@@ -62,5 +47,6 @@ def tree_attention(
     Raises:
         ValueError: a named `impl` that cannot run.
     """
-    run = resolve(impl, "tree_attention", BACKENDS)
+    sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": capacity_of(committed)}
+    run = resolve(impl, "tree_attention", BACKENDS, sizes=sizes)
     return run(q, sink, committed, own, position=position)

@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
 
-if TYPE_CHECKING:
-    from pallas_kernels.tree_attention.op import Committed, Own
+from pallas_kernels.tree_attention.forms import plain, quantise
+from pallas_kernels.tree_attention.sources import Committed, Own
+
+__all__ = ["bits", "quantise", "ring_positions", "tree_attention"]
 
 LOWEST = jnp.finfo(jnp.float32).min
 
@@ -36,10 +38,10 @@ def _seen(keys: Array, mask: Array) -> Array:
     return jnp.where(mask.any(1)[..., None], keys, 0)
 
 
-def _scores(q: Array, keys: Array, mask: Array) -> Array:
+def scores(q: Array, keys: Array, mask: Array) -> Array:
     """Scaled scores `[B, N, H, M]` float32, finite where masked."""
-    scores = jnp.einsum("bnhk,bmk->bnhm", q, keys, preferred_element_type=jnp.float32)
-    return jnp.where(mask[:, :, None], scores * q.shape[-1] ** -0.5, LOWEST)
+    dots = jnp.einsum("bnhk,bmk->bnhm", q, keys, preferred_element_type=jnp.float32)
+    return jnp.where(mask[:, :, None], dots * q.shape[-1] ** -0.5, LOWEST)
 
 
 class Source(NamedTuple):
@@ -49,18 +51,18 @@ class Source(NamedTuple):
     sum: Callable[[Array], Array]  # weights [B, N, H, M] to [B, N, H, K] float32
 
 
-def _source(q: Array, keys: Array, mask: Array) -> Source:
+def source(q: Array, keys: Array, mask: Array) -> Source:
     seen = _seen(keys, mask)
-    return Source(_scores(q, seen, mask), partial(_sum, seen))
+    return Source(scores(q, seen, mask), partial(weighted_sum, seen))
 
 
-def _sum(keys: Array, weight: Array) -> Array:
+def weighted_sum(keys: Array, weight: Array) -> Array:
     return jnp.einsum(
         "bnhm,bmk->bnhk", weight.astype(keys.dtype), keys, preferred_element_type=jnp.float32
     )
 
 
-def _blend(sources: list[Source], sink: Array) -> Array:
+def blend(sources: list[Source], sink: Array) -> Array:
     """One softmax over all sources and the sink; the mean of the keys under it.
 
     The sum is divided instead of the weights: it is smaller.
@@ -76,33 +78,21 @@ def _blend(sources: list[Source], sink: Array) -> Array:
     return out / total
 
 
-def _entry_sources(q: Array, committed: Committed, own: Own) -> list[Source]:
-    """Compressed entries: committed ones, then the block's own."""
-    if committed.entries is None:
-        return []
-    batch, nodes = q.shape[:2]
-    capacity = committed.entries.shape[1]
+def committed_source(q: Array, committed: Committed) -> Source:
+    """The committed entries, under the selection if there is one."""
+    entries = plain(committed.entries, q.dtype)
+    capacity = entries.shape[1]
     there = jnp.arange(capacity) < (committed.length // committed.ratio)[:, None]
-    mask = jnp.broadcast_to(there[:, None], (batch, nodes, capacity))
+    mask = jnp.broadcast_to(there[:, None], (*q.shape[:2], capacity))
     if committed.selected is not None:
         mask = mask & bits(committed.selected, capacity)
-    own_mask = bits(own.entry_bits, own.entries.shape[1])
-    return [_source(q, committed.entries, mask), _source(q, own.entries, own_mask)]
+    return source(q, entries, mask)
 
 
 def tree_attention(
     q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
 ) -> Array:
     """See `op.tree_attention`."""
-    if own.row_bits is None and q.shape[1] > committed.ring.shape[1]:
-        return chain_attention(q, sink, committed, own)
-    return block_attention(q, sink, committed, own, position=position)
-
-
-def block_attention(
-    q: Array, sink: Array, committed: Committed, own: Own, *, position: Array
-) -> Array:
-    """A tree, or a chain no longer than the window: every key against every query."""
     window = committed.ring.shape[1]
     slots = ring_positions(committed.length, window)[:, None]
     ring_mask = (slots >= 0) & (slots > position[..., None] - window)
@@ -112,44 +102,8 @@ def block_attention(
     else:
         row_mask = bits(own.row_bits, rows)
     row_mask = row_mask & (own.row_position[:, None] > position[..., None] - window)
-    sources = [_source(q, committed.ring, ring_mask), _source(q, own.rows, row_mask)]
-    return _blend(sources + _entry_sources(q, committed, own), sink)
-
-
-def chain_attention(q: Array, sink: Array, committed: Committed, own: Own) -> Array:
-    """A chain longer than the window: tiles of queries, each against the rows around it.
-
-    With the ring in order of position in front of the block's rows, query r of a tile sees exactly
-    columns r < c <= r + W of the W + tile that its tile gets, whatever the committed length.
-    """
-    batch, tokens = q.shape[:2]
-    window = committed.ring.shape[1]
-    size = window // 2 if window % 2 == 0 else window
-    tiles, reach = -(-tokens // size), window // size
-    pad = tiles * size - tokens
-
-    def tile(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        return x.reshape(batch * tiles, size, *x.shape[2:])
-
-    def untile(x: Array) -> Array:
-        return x.reshape(batch, tiles * size, *x.shape[2:])[:, :tokens]
-
-    def band(x: Array) -> Array:
-        x = jnp.pad(x, [(0, 0), (0, pad)] + [(0, 0)] * (x.ndim - 2))
-        x = x.reshape(batch, reach + tiles, size, *x.shape[2:])
-        x = jnp.concatenate([x[:, i : i + tiles] for i in range(reach + 1)], axis=2)
-        return x.reshape(batch * tiles, window + size, *x.shape[3:])
-
-    order = (committed.length[:, None] + jnp.arange(window)) % window
-    held = committed.length[:, None] - window + jnp.arange(window) >= 0
-    ring = jnp.take_along_axis(committed.ring, order[..., None], axis=1)
-    rows = band(jnp.concatenate([jnp.where(held[..., None], ring, 0), own.rows], axis=1))
-    there = band(jnp.concatenate([held, jnp.ones((batch, tokens), bool)], axis=1))
-    offset = jnp.arange(window + size) - jnp.arange(size)[:, None]
-    near = (offset > 0) & (offset <= window) & there[:, None]
-    raw = Source(
-        scores=untile(_scores(tile(q), rows, near)),
-        sum=lambda weight: untile(_sum(rows, tile(weight))),
-    )
-    return _blend([raw, *_entry_sources(q, committed, own)], sink)
+    sources = [source(q, committed.ring, ring_mask), source(q, own.rows, row_mask)]
+    if committed.entries is not None:
+        entry_mask = bits(own.entry_bits, own.entries.shape[1])
+        sources += [committed_source(q, committed), source(q, own.entries, entry_mask)]
+    return blend(sources, sink)

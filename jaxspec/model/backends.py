@@ -1,0 +1,22 @@
+"""Which implementations of the kernels can run here."""
+
+from __future__ import annotations
+
+from jaxspec.compiler import interpretation
+from jaxspec.errors import UsageError
+from pallas_kernels import grouped_matmul, index_topk, tree_attention
+from pallas_kernels.dispatch import resolve
+
+
+def check_impl(impl: str, *, interpret: bool = False) -> None:
+    """Refuses an implementation that cannot run, before anything is compiled.
+
+    Raises:
+        UsageError: with the reason in words.
+    """
+    with interpretation(interpret):
+        for op in (tree_attention, index_topk, grouped_matmul):
+            try:
+                resolve(impl, op.__name__.rpartition(".")[2], op.op.BACKENDS)
+            except ValueError as error:
+                raise UsageError(str(error)) from None

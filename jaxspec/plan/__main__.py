@@ -1,0 +1,124 @@
+"""`python -m jaxspec.plan kernels`: compiles every kernel for hardware that is not here."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from jaxspec import report
+from jaxspec.errors import UsageError
+from jaxspec.plan import table
+from jaxspec.plan.compile import TIMEOUT, compile_all
+from jaxspec.plan.kernels import OPS, jobs
+from jaxspec.plan.program import Outcome
+from jaxspec.plan.targets import TARGETS, Target, require
+from jaxspec.settings import nearest
+
+EPILOG = """\
+Nothing runs: what is printed are a compiler's figures, no times. Bundles are static, a loop's body
+counts once. Bytes are those of the kernel's own schedule. Needs the extra `aot`.
+
+status: 0 done; 1 a kernel does not compile or breaks a limit; 2 bad input; 130 interrupted."""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(f"{message}; --help shows what is right")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = _Parser(
+        prog="python -m jaxspec.plan",
+        description="Says what programs need on hardware that is not here.",
+        allow_abbrev=False,
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="kernels")
+    kernels = commands.add_parser(
+        "kernels",
+        help="compile every op at V4-Flash's sizes",
+        description="Compiles every op at V4-Flash's sizes for a target, without having it.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    kernels.add_argument("--target", required=True, metavar="|".join(TARGETS), help="hardware")
+    kernels.add_argument(
+        "--op", nargs="+", action="extend", metavar="OP", help=f"some of {', '.join(OPS)}"
+    )
+    kernels.add_argument("--case", metavar="TEXT", help="only cases with this in their name")
+    kernels.add_argument(
+        "--timeout", default=str(TIMEOUT), metavar="S", help=f"seconds a case ({TIMEOUT:g})"
+    )
+    kernels.add_argument("--json", type=Path, metavar="FILE", help="write the figures there")
+    return parser
+
+
+def prepare(argv: Sequence[str]) -> tuple[argparse.Namespace, Target]:
+    """Reads and checks the command line.
+
+    Raises:
+        UsageError: anything of it is wrong, or the target's compiler is not installed.
+    """
+    args = build_parser().parse_args(argv)
+    args.op = args.op or list(OPS)
+    for op in args.op:
+        if op not in OPS:
+            raise UsageError(f"unknown op {op!r} (nearest: {nearest(op, list(OPS))})")
+    try:
+        args.timeout = float(args.timeout)
+    except ValueError:
+        args.timeout = -1.0
+    if not args.timeout > 0:
+        raise UsageError("--timeout must be a number of seconds above 0")
+    if args.json is not None:
+        report.check_writable(args.json)
+    return args, require(args.target)
+
+
+def compile_kernels(args: argparse.Namespace, target: Target) -> list[Outcome]:
+    """Compiles what is asked for and prints each outcome as it comes."""
+    chosen = [job for op in args.op for job in jobs(op, target.kind)]
+    chosen = [job for job in chosen if args.case is None or args.case in job.name]
+    if not chosen:
+        raise UsageError(f"no case has {args.case!r} in its name")
+    outcomes = []
+    for outcome in compile_all(target, chosen, args.timeout):
+        print(table.describe(outcome, target), flush=True)
+        outcomes.append(outcome)
+    return outcomes
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The whole command; returns the exit status."""
+    try:
+        args, target = prepare(sys.argv[1:] if argv is None else argv)
+        compiler = "libtpu" if target.kind == "tpu" else "jax-cuda13-plugin"
+        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", compiler)]
+        print(f"target {target.name}: compiled by {', '.join(versions)}; nothing was run")
+        outcomes = compile_kernels(args, target)
+        failed = [outcome for outcome in outcomes if table.broken(outcome, target)]
+        fit = [outcome for outcome in outcomes if outcome.fits]
+        print(f"{len(fit) - len(failed)} of the {len(fit)} that fit are within their limits")
+        if args.json is not None:
+            cases = [outcome.to_json() for outcome in outcomes]
+            figures = {"target": target.name, "compiler": versions, "cases": cases}
+            report.write_json(args.json, figures)
+        return int(bool(failed))
+    except UsageError as error:
+        print("jaxspec.plan: " + " ".join(str(error).split()), file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader has gone; nothing more can be said on stdout
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,113 @@
+"""Tree attention on Hopper GPUs: entries streamed once for 64 query rows, under packed bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax import Array
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.tree_attention import gpu_kernel
+from pallas_kernels.tree_attention.forms import dequantise
+from pallas_kernels.tree_attention.gpu_layout import LOG2E, TILE, Operands, Results, Shape
+from pallas_kernels.tree_attention.gpu_tiles import (
+    default_splits,
+    lists_of,
+    padded_heads,
+    tiles_of,
+    unpacks,
+)
+from pallas_kernels.tree_attention.gpu_traffic import traffic
+from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
+
+__all__ = ["traffic", "tree_attention"]
+
+
+def tree_attention(
+    q: Array,
+    sink: Array,
+    committed: Committed,
+    own: Own,
+    *,
+    position: Array,
+    splits: int = 0,
+    interpret: Any = None,
+) -> Array:
+    """See `op.tree_attention`, whose arguments these are.
+
+    Only tiles of 64 keys are read of which some node of the 64 rows sees a key, so that far apart
+    selections (CSA) cost what they touch; nothing is fetched row by row.
+
+    Args:
+        q: queries, bfloat16.
+        sink: sinks.
+        committed: committed keys. `Fp8Entries` are brought to bfloat16 in shared memory, or first
+            if their parts are no multiples of 64 dims; a capacity that is no multiple of 8 (16 for
+            their scales) is copied to one.
+        own: the block's own keys.
+        position: positions of the queries.
+        splits: blocks of threads that share the keys of 64 rows, static; 0: as many as occupy the
+            device.
+        interpret: what `plgpu.kernel` takes, static.
+
+    Raises:
+        ValueError: a dtype or size that the kernel does not take.
+    """
+    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
+        raise ValueError("this jax's interpreter of GPU kernels transposes no operand; 0.12's does")
+    committed = _readable(committed)
+    _check(q, committed, own)
+    batch, nodes, heads, width = q.shape
+    tiles = tiles_of(committed, own, position)
+    padded = padded_heads(heads)
+    rows = [(0, 0), (0, -nodes % max(1, TILE // padded))]
+    words = jnp.pad(tiles.words, [*rows, (0, 0)])
+    q = jnp.pad(q, [*rows, (0, padded - heads), (0, 0)])
+    q = q.reshape(batch, -1, width)
+    sinks = jnp.tile(jnp.pad(sink, (0, padded - heads)), max(1, TILE // padded))
+    splits = splits or default_splits(batch * q.shape[1] // TILE, tiles.starts[-1], width)
+    shape = Shape(padded, splits, tiles.starts, interpret)
+    lists = lists_of(words, padded)
+    operands = Operands(q, tiles.sources, words, tiles.valid, *lists, sinks.astype(jnp.float32))
+    result = gpu_kernel.attend(operands, shape)
+    out = result.out[:, 0] if splits == 1 else _combine(result, sinks)
+    return out.reshape(batch, -1, padded, width)[:, :nodes, :heads]
+
+
+def _readable(committed: Committed) -> Committed:
+    """FP8 entries whose parts are no whole groups of 64 are brought to bfloat16 first."""
+    entries = committed.entries
+    if isinstance(entries, Fp8Entries) and not unpacks(entries):
+        return committed._replace(entries=dequantise(entries))
+    return committed
+
+
+def _check(q: Array, committed: Committed, own: Own) -> None:
+    sources = [committed.ring, own.rows]
+    if committed.entries is not None:
+        sources.append(own.entries)
+        if hasattr(committed.entries, "shape"):
+            sources.append(committed.entries)
+        elif not isinstance(committed.entries, Fp8Entries):
+            kind = type(committed.entries).__name__
+            raise ValueError(f"the GPU kernel reads plain entries and Fp8Entries, not {kind}")
+    for array in (q, *sources):
+        if array.dtype != jnp.bfloat16:
+            raise ValueError(
+                f"the GPU kernel multiplies bfloat16 (wgmma has no float32, and its tf32 no"
+                f" transposed values); got {array.dtype}; use 'ref'"
+            )
+    width = q.shape[-1]
+    if width % TILE or width > 512:
+        raise ValueError(f"the GPU kernel takes head dims 64, 128, ..., 512; got {width}")
+
+
+def _combine(result: Results, sink: Array) -> Array:
+    """One softmax over all splits and the sink, `[B, R, K]`."""
+    rows = result.top.shape[-1]
+    sinks = jnp.tile(sink * LOG2E, rows // sink.shape[0])
+    top = jnp.maximum(result.top.max(1), sinks)
+    kept = jnp.exp2(result.top - top[:, None])
+    total = (result.total * kept).sum(1) + jnp.exp2(sinks - top)
+    return (result.out * kept[..., None]).sum(1) / total[..., None]

@@ -1,0 +1,149 @@
+"""What the Hopper kernel works on: sources of keys cut into tiles, with packed bits over all.
+
+Every mask is brought to one form outside the kernel, two words for each node and tile of 64 keys:
+these words are all that says who sees what. They hold an eighth of a byte for each node and key.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, warpgroups
+from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
+
+WORD = 32
+SMS = 132
+"""Streaming multiprocessors of an H100 or H200, each of which holds one block of threads."""
+LEAST_STEPS = 4
+"""Steps of a split at the least: a block of threads first fetches its queries."""
+
+
+class Tiles(NamedTuple):
+    """Sources in the order of the kernel, and who sees what of them."""
+
+    sources: list[Any]  # [B, M, K] or `Fp8Source`
+    starts: tuple[int, ...]  # first tile of each source, then the number of tiles
+    words: Array  # [B, N, 2 tiles] uint32
+    valid: Array  # [B, 2 tiles] uint32: keys that hold something
+
+
+class Lists(NamedTuple):
+    """The tiles that matter to each 64 query rows."""
+
+    tiles: Array  # [B R / 64, even] int32
+    counts: Array  # [B R / 64] int32
+
+
+def tiles_of(committed: Committed, own: Own, position: Array) -> Tiles:
+    """Ring, own rows, entries and own entries of a call, each padded to whole tiles by bits."""
+    window, rows = committed.ring.shape[1], own.rows.shape[1]
+    oldest = position[..., None] - window
+    newest = committed.length[:, None] - 1
+    held = newest - (newest - jnp.arange(window)) % window
+    ring = (held >= 0)[:, None] & (held[:, None] > oldest)
+    near = _pack(own.row_position[:, None] > oldest)
+    if own.row_bits is None:
+        mine = near & _pack(jnp.arange(rows) <= jnp.arange(position.shape[1])[:, None])
+    else:
+        mine = near & own.row_bits
+    sources: list[Any] = [committed.ring, own.rows]
+    words = [_pack(ring), mine]
+    valid = [_pack(held >= 0), _any(mine)]
+    if committed.entries is not None:
+        capacity = rows_of(committed.entries)
+        there = _below(
+            jnp.minimum(committed.length // committed.ratio, capacity), -(-capacity // WORD)
+        )
+        mine = own.entry_bits & _below(jnp.array([own.entries.shape[1]]), own.entry_bits.shape[2])
+        every = (
+            there[:, None] if committed.selected is None else there[:, None] & committed.selected
+        )
+        sources += [committed.entries, own.entries]
+        words += [jnp.broadcast_to(every, (*position.shape, there.shape[1])), mine]
+        valid += [there, _any(mine)]
+    starts, padded = [0], []
+    for source in sources:
+        starts.append(starts[-1] + -(-rows_of(source) // TILE))
+    for source, bits in zip(sources + sources, words + valid, strict=True):
+        spare = -(-rows_of(source) // TILE) * (TILE // WORD) - bits.shape[-1]
+        padded.append(jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, spare)]))
+    count = len(sources)
+    return Tiles(
+        [_whole(source) for source in sources],
+        tuple(starts),
+        jnp.concatenate(padded[:count], axis=-1),
+        jnp.concatenate(padded[count:], axis=-1),
+    )
+
+
+def lists_of(words: Array, heads: int) -> Lists:
+    """Tiles of which a node of the 64 rows sees a key, in order, then padding.
+
+    Args:
+        words: `[B, nodes, 2 tiles]`, nodes padded to whole tiles of rows.
+        heads: of a node, padded: a power of two up to 64 or a multiple of 64.
+    """
+    batch, nodes, count = words.shape
+    count //= TILE // WORD
+    together, apart = max(1, TILE // heads), max(1, heads // TILE)
+    seen = words.reshape(batch, nodes // together, together, count, TILE // WORD) != 0
+    seen = jnp.repeat(seen.any((2, 4)), apart, axis=1).reshape(-1, count)
+    order = jnp.argsort(~seen, axis=-1, stable=True).astype(jnp.int32)
+    counts = seen.sum(-1, dtype=jnp.int32)
+    # Padding names a tile like any other, of the own rows: it is small.
+    return Lists(jnp.pad(order, [(0, 0), (0, count % 2)]), counts)
+
+
+def padded_heads(heads: int) -> int:
+    """Heads so that 64 rows hold whole nodes, or a node whole 64 rows."""
+    if heads > TILE:
+        return -(-heads // TILE) * TILE
+    return 1 << (heads - 1).bit_length()
+
+
+def default_splits(blocks: int, tiles: int, width: int) -> int:
+    """As many as give every multiprocessor a block of threads and each block enough to do."""
+    steps = -(-tiles // warpgroups(width))
+    return max(1, min(SMS // blocks, steps // LEAST_STEPS))
+
+
+def unpacks(entries: Fp8Entries) -> bool:
+    """Whether the kernel reads these FP8 entries as they are."""
+    return entries.values.shape[-1] % TILE == 0 and entries.rotary.shape[-1] == TILE
+
+
+def rows_of(keys: Any) -> int:
+    """The number of keys of a sequence."""
+    return jax.tree.leaves(keys)[0].shape[1]
+
+
+def _whole(source: Any) -> Any:
+    """Keys in whole lines of 8, as TMA reads them: a copy of a cache of another capacity."""
+    if isinstance(source, Fp8Entries):
+        scale = jnp.pad(source.scale, [(0, 0), (0, -rows_of(source) % 16), (0, 0)])
+        return Fp8Source(_whole(source.values), scale.swapaxes(1, 2), _whole(source.rotary))
+    return jnp.pad(source, [(0, 0), (0, -source.shape[1] % 8), (0, 0)])
+
+
+def _pack(mask: Array) -> Array:
+    size = mask.shape[-1]
+    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -size % WORD)])
+    every = padded.reshape(*mask.shape[:-1], -1, WORD).astype(jnp.uint32)
+    return (every << jnp.arange(WORD, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
+
+
+def _any(words: Array) -> Array:
+    """The union over nodes, `[B, N, words]` to `[B, words]`."""
+    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
+    return _pack(bits.any(1).reshape(words.shape[0], -1))
+
+
+def _below(count: Array, words: int) -> Array:
+    """Words of which the first `count [B]` bits are set, `[B, words]`."""
+    left = jnp.clip(count[:, None] - WORD * jnp.arange(words), 0, WORD)
+    some = (jnp.uint32(1) << (left % WORD).astype(jnp.uint32)) - 1
+    return jnp.where(left == WORD, jnp.uint32(0xFFFFFFFF), some)

@@ -1,0 +1,56 @@
+"""Unions of selections, and the forms that entries are stored in."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels.tree_attention import forms
+from pallas_kernels.tree_attention.union import union
+from tests.pallas_kernels.cases_tree_attention import pack
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_place_is_in_the_union_where_any_node_selects_any_of_its_entries(size: int) -> None:
+    rng = np.random.default_rng(size)
+    for capacity, nodes, tile in [(37, 5, 3), (100, 8, 8), (64, 4, 4), (32, 1, 1), (512, 9, 8)]:
+        mask = rng.random((3, nodes, capacity)) < 0.04
+        count = rng.integers(0, capacity + 1, 3)
+        words = union(pack(mask), jnp.asarray(count, jnp.int32), tile=tile, pack=size)
+        assert words.shape == (3, -(-nodes // tile), -(-capacity // 32))
+        bits = np.unpackbits(np.asarray(words).view(np.uint8), axis=-1, bitorder="little")
+        for b, i in np.ndindex(words.shape[:2]):
+            seen = mask[b, i * tile : (i + 1) * tile].any(0) & (np.arange(capacity) < count[b])
+            places = sorted({int(entry) // size * size for entry in np.flatnonzero(seen)})
+            assert np.flatnonzero(bits[b, i]).tolist() == places
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(512, 64), (256, 64), (128, 64), (64, 32)])
+def test_rows_of_bytes_hold_the_same_entries(dim: int, rotary: int) -> None:
+    rng = np.random.default_rng(dim)
+    entries = forms.quantise(jnp.asarray(rng.standard_normal((2, 5, dim)), jnp.float32), rotary)
+    rows = forms.to_bytes(entries)
+    assert rows.rows.shape == (2, 5, dim + min(dim, 128))
+    again = forms.from_bytes(rows)
+    for name, part in entries._asdict().items():
+        got = getattr(again, name)
+        assert got.dtype == part.dtype
+        np.testing.assert_array_equal(np.asarray(got, np.float32), np.asarray(part, np.float32))
+
+
+def test_a_row_too_short_for_its_scales_is_refused() -> None:
+    entries = forms.quantise(jnp.ones((1, 1, 72)), 72 - 8)
+    assert forms.to_bytes(entries).rows.shape == (1, 1, 144)
+    with pytest.raises(ValueError, match="no room for the scales of a row of 64 dims"):
+        forms.to_bytes(forms.quantise(jnp.ones((1, 1, 64)), 64)._replace(scale=jnp.ones((1, 1, 1))))
+
+
+def test_words_hold_two_dims_each() -> None:
+    rng = np.random.default_rng(5)
+    entries = jnp.asarray(rng.standard_normal((2, 3, 64)), jnp.bfloat16)
+    rows = forms.to_words(entries)
+    assert rows.words.shape == (2, 3, 32)
+    halves = np.asarray(entries).view(np.uint16).astype(np.uint32)
+    np.testing.assert_array_equal(np.asarray(rows.words), halves[..., :32] | halves[..., 32:] << 16)
+    np.testing.assert_array_equal(np.asarray(forms.from_words(rows)), np.asarray(entries))
