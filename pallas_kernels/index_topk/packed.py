@@ -26,11 +26,13 @@ def pack_keys(keys: Array) -> PackedKeys:
     keys = keys.astype(jnp.float32)
     # The floor keeps the scale's exponent in e8m0's range and the key of zeros at zero.
     largest = jnp.maximum(jnp.abs(keys).max(-1), 1e-4)
-    exponent = jnp.ceil(jnp.log2(largest / E4M3_MAX))
-    value = keys * jnp.exp2(-exponent)[..., None]
+    # Neither logarithms nor powers of XLA are exact: bits are.
+    fraction, exponent = jnp.frexp(largest / E4M3_MAX)
+    exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)
+    value = jnp.ldexp(keys, -exponent[..., None])
     return PackedKeys(
         value=jnp.clip(value, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn),
-        scale=jnp.exp2(exponent).astype(jnp.float8_e8m0fnu),
+        scale=jnp.ldexp(jnp.float32(1), exponent).astype(jnp.float8_e8m0fnu),
     )
 
 
