@@ -205,6 +205,15 @@ def test_a_tree_moves_little_more_than_the_fewest_bytes(
             assert (read + written) / least < most, (batch, ratio)
 
 
+def test_traffic_counts_the_copy_of_fp8_entries_into_rows_of_bytes() -> None:
+    case = EVERY["hca-decode-fp8"]
+    copied, rows = _traffic(case), _traffic(case._replace(form="bytes"))
+    entries = len(case.lengths) * case.capacity
+    assert copied[0] - rows[0] == entries * (64 + 1 + 2 * 64)
+    assert copied[1] - rows[1] == entries * (128 + 128)
+    assert copied[2] == rows[2]
+
+
 def _traffic(case: Case, abstract: bool = False) -> tuple[int, int, int]:
     arguments = avals(case) if abstract else draw(case)
     return tpu.traffic(*arguments[:4], position=arguments.position)
