@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from pallas_kernels.tree_attention.forms import to_bytes
 from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows, Walk, choose, rows_of
 from pallas_kernels.tree_attention.sources import Committed, Fp8Bytes, Fp8Entries, Own
 
@@ -30,8 +31,13 @@ def traffic(
     have nothing in common, not even a transfer; concrete ones are counted as they are. The fewest
     are all operands' visible parts, read once, and the result.
     """
-    rows = jax.eval_shape(rows_of, committed.entries) if _copies(committed) else None
-    rows = rows_of(committed.entries) if rows is None else Rows(*rows)
+    entries = committed.entries
+    if isinstance(entries, Fp8Entries):
+        entries = Fp8Bytes(
+            rows=jax.eval_shape(lambda parts: to_bytes(parts).rows, entries),
+            rotary=entries.rotary.shape[-1],
+        )
+    rows = rows_of(entries)
     plan = choose(q, committed, own, rows, mode=mode, node_tile=node_tile, entry_tile=entry_tile)
     batch = q.shape[0]
     once = sum(map(_size, (q, sink, position, own.rows, own.entries, own.entry_bits, own.row_bits)))
@@ -48,14 +54,10 @@ def traffic(
     if rows is not None:
         read += _entries_read(plan, committed, counts, rows)
         least += _entries_least(plan, committed, counts)
-        if _copies(committed):
+        if isinstance(committed.entries, Fp8Entries):  # copied into rows of bytes
             read += sum(map(_size, committed.entries))
             written += _size(rows.array)
     return read, written, least + 4 * math.prod(q.shape)
-
-
-def _copies(committed: Committed) -> bool:
-    return isinstance(committed.entries, Fp8Entries)
 
 
 def _entries_read(plan: Plan, committed: Committed, counts: np.ndarray, rows: Rows) -> int:
