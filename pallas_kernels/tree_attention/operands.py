@@ -12,6 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows
 from pallas_kernels.tree_attention.sources import Committed, Own
 from pallas_kernels.tree_attention.union import union
+from pallas_kernels.words import merge
 
 Block = tuple[Array, pl.BlockSpec]
 
@@ -63,7 +64,7 @@ def _seen(own: Own) -> Array:
     packed = [bits for bits in (own.row_bits, own.entry_bits) if bits is not None]
     if not packed:
         return jnp.zeros(1, jnp.int32)
-    unions = [lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,)) for bits in packed]
+    unions = [merge(bits, 1) for bits in packed]
     return _signed(jnp.concatenate(unions, axis=1)).reshape(-1)
 
 

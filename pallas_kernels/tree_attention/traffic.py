@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
+from pallas_kernels.memory import nbytes
 from pallas_kernels.tree_attention.forms import to_bytes
 from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows, Walk, choose, rows_of
 from pallas_kernels.tree_attention.sources import Committed, Fp8Bytes, Fp8Entries, Own
@@ -40,7 +41,7 @@ def traffic(
     rows = rows_of(entries)
     plan = choose(q, committed, own, rows, mode=mode, node_tile=node_tile, entry_tile=entry_tile)
     batch = q.shape[0]
-    once = sum(map(_size, (q, sink, position, own.rows, own.entries, own.entry_bits, own.row_bits)))
+    once = nbytes((q, sink, position, own)) - nbytes(own.row_position)
     written = 4 * math.prod(q.shape)
     lengths = np.full(batch, np.iinfo(np.int32).max)
     if not isinstance(committed.length, jax.ShapeDtypeStruct):
@@ -50,13 +51,13 @@ def traffic(
     read, least = once + batch * plan.window * ring, once
     least += int(np.minimum(lengths, plan.window).sum()) * ring
     # The bits of what anyone sees are made of all bits first.
-    read += _size(own.entry_bits) + _size(own.row_bits)
+    read += nbytes((own.entry_bits, own.row_bits))
     if rows is not None:
         read += _entries_read(plan, committed, counts, rows)
         least += _entries_least(plan, committed, counts)
         if isinstance(committed.entries, Fp8Entries):  # copied into rows of bytes
-            read += sum(map(_size, committed.entries))
-            written += _size(rows.array)
+            read += nbytes(committed.entries)
+            written += nbytes(rows.array)
     return read, written, least + 4 * math.prod(q.shape)
 
 
@@ -118,7 +119,3 @@ def _entries_least(plan: Plan, committed: Committed, counts: np.ndarray) -> int:
         seen = np.minimum(counts, _places(committed, plan.nodes, counts, single))
     words = 4 * plan.nodes * int((-(-counts // WORD)).sum())
     return int(seen.sum()) * row + words
-
-
-def _size(array: Any) -> int:
-    return 0 if array is None else math.prod(array.shape) * array.dtype.itemsize
