@@ -12,7 +12,7 @@ import platform
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -25,6 +25,7 @@ from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.results import MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
+from scripts.command import Parser, markdown, run_command
 
 CONVENTION = (
     "D counts the tokens verified in a step, the root included; accepted length (τ) is tokens "
@@ -43,16 +44,9 @@ class Cell(NamedTuple):
     answers: dict[str, list[Answer]]
 
 
-class Parser(argparse.ArgumentParser):
-    """Reports a wrong argument like any wrong input."""
-
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = Parser(prog="python -m scripts.acceptance", description=__doc__, allow_abbrev=False)
+    parser = Parser("acceptance", __doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts-per-set", type=int, default=32, metavar="N")
@@ -106,7 +100,7 @@ def read_sets(folder: Path, count: int, tokenizer: Tokenizer) -> dict[str, list[
 
 
 def load_model(
-    directory: Path, requests: Sequence[Request], most: int
+    directory: Path, tokenizer: Tokenizer, requests: Sequence[Request], most: int
 ) -> tuple[tuple[Any, Any, Tokenizer], int]:
     """Parameters, configuration and tokenizer, and one capacity for all runs.
 
@@ -118,7 +112,7 @@ def load_model(
     params, cfg = load_checkpoint(directory, dtype="float32")
     longest = max(len(each.prompt) for each in requests)
     capacity = min(round_up(longest + most, ROUND), cfg.max_position_embeddings)
-    return (params, cfg, Tokenizer.load(directory)), capacity
+    return (params, cfg, tokenizer), capacity
 
 
 def decode(
@@ -167,12 +161,6 @@ def figures(cell: Cell) -> list[dict[str, Any]]:
             }
         )
     return rows
-
-
-def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table; the first column is to the left."""
-    rule = [":--"] + ["--:"] * (len(header) - 1)
-    return "\n".join("| " + " | ".join(row) + " |" for row in (header, rule, *rows))
 
 
 def length_table(rows: Sequence[dict[str, Any]]) -> str:
@@ -239,11 +227,12 @@ def measure(args: argparse.Namespace) -> int:
     if args.out is not None:
         report.check_writable(args.out)
     directory = model_dir(args.model)
-    sets = read_sets(args.data, args.prompts_per_set, Tokenizer.load(directory))
+    tokenizer = Tokenizer.load(directory)
+    sets = read_sets(args.data, args.prompts_per_set, tokenizer)
     import jax
 
     requests = [request for each in sets.values() for request in each]
-    model, capacity = load_model(directory, requests, args.max_new_tokens)
+    model, capacity = load_model(directory, tokenizer, requests, args.max_new_tokens)
     columns = TextColumn("{task.description:>12}"), BarColumn(), MofNCompleteColumn()
     console = Console(stderr=True)
     with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
@@ -274,19 +263,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        return measure(build_parser().parse_args(argv))
-    except UsageError as error:
-        print("scripts.acceptance: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"scripts.acceptance: the output was not written: {error.strerror or error}",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(build_parser(), measure, argv)
 
 
 if __name__ == "__main__":

@@ -14,13 +14,14 @@ import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from jaxspec import report
 from jaxspec.errors import UsageError
 from jaxspec.plan.targets import TARGETS
+from scripts.command import Parser, run_command
 from scripts.kernel_trials import (
     OPS,
     Trial,
@@ -31,14 +32,9 @@ from scripts.kernel_trials import (
 )
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = _Parser(prog="python -m scripts.check_kernels", description=__doc__)
+    parser = Parser("check_kernels", __doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--op", nargs="+", choices=list(OPS), default=list(OPS), metavar="OP")
     return parser
@@ -92,28 +88,26 @@ def result_file(folder: Path, device: str, day: datetime.date) -> Path:
     return folder / f"kernels-{name}-{day.isoformat()}.json"
 
 
+def check(args: argparse.Namespace) -> int:
+    """Does all that was asked; status 1 if a kernel differs from its definition."""
+    impl = accelerator()
+    device = jax.devices()[0].device_kind
+    out = result_file(args.out, device, datetime.date.today())
+    report.check_writable(out)
+    bandwidth = next((t.bandwidth for t in TARGETS.values() if t.device_kind == device), None)
+    if bandwidth is None:
+        raise UsageError(f"the memory bandwidth of {device} is not known; add it to TARGETS")
+    numbers = check_numbers((t for t in small_trials() if t.op in args.op), impl)
+    times = [row for op in args.op for row in time_calls(released_trials(op), impl, bandwidth)]
+    found = {"device": device, "jax": jax.__version__, "numbers": numbers, "times": times}
+    report.write_json(out, {"day": datetime.date.today().isoformat(), **found})
+    print(f"wrote {out}")
+    return int(any(row["verdict"] != "equal" for row in numbers))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """The whole command; status 1 if a kernel differs from its definition or cannot run."""
-    try:
-        args = build_parser().parse_args(argv)
-        impl = accelerator()
-        device = jax.devices()[0].device_kind
-        out = result_file(args.out, device, datetime.date.today())
-        report.check_writable(out)
-        bandwidth = next((t.bandwidth for t in TARGETS.values() if t.device_kind == device), None)
-        if bandwidth is None:
-            raise UsageError(f"the memory bandwidth of {device} is not known; add it to TARGETS")
-        numbers = check_numbers((t for t in small_trials() if t.op in args.op), impl)
-        times = [row for op in args.op for row in time_calls(released_trials(op), impl, bandwidth)]
-        found = {"device": device, "jax": jax.__version__, "numbers": numbers, "times": times}
-        report.write_json(out, {"day": datetime.date.today().isoformat(), **found})
-        print(f"wrote {out}")
-        return int(any(row["verdict"] != "equal" for row in numbers))
-    except UsageError as error:
-        print("scripts.check_kernels: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    """The whole command; returns the exit status."""
+    return run_command(build_parser(), check, argv)
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 from rich.console import Console
 from rich.progress import Progress
@@ -27,6 +27,7 @@ from jaxspec import report
 from jaxspec.config import read_config
 from jaxspec.errors import UsageError
 from jaxspec.resources import model_dir
+from scripts.command import Parser, markdown, run_command
 
 PAUSE = 0.3
 """Seconds between turns: idle threads of the other engine may spin for a while."""
@@ -97,14 +98,9 @@ def start(python: str, name: str, *argv: str) -> Iterator[Worker]:
             process.terminate()
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = _Parser(prog="python -m scripts.compare_speed", description=__doc__)
+    parser = Parser("compare_speed", __doc__)
     parser.add_argument("model", metavar="MODEL", help="directory in the released layout")
     parser.add_argument("--transformers-python", required=True, metavar="PATH")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="has jaxspec")
@@ -166,19 +162,14 @@ def summarise(name: str, rounds: Sequence[dict[str, float]]) -> dict[str, Any]:
     }
 
 
-def markdown(rows: Sequence[dict[str, Any]]) -> str:
-    """The table of all quantities."""
-    lines = [
-        "| quantity | transformers | jaxspec | ratio | rounds' ratios |",
-        "|:--|--:|--:|--:|--:|",
-    ]
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """All quantities."""
+    lines = []
     for row in rows:
         low, high = row["ratio_range"]
-        lines.append(
-            f"| {row['quantity']} | {row['transformers']:.2f} | {row['jaxspec']:.2f} "
-            f"| {row['ratio']:.2f} | {low:.2f} to {high:.2f} |"
-        )
-    return "\n".join(lines)
+        numbers = [f"{row[name]:.2f}" for name in ("transformers", "jaxspec", "ratio")]
+        lines.append([row["quantity"], *numbers, f"{low:.2f} to {high:.2f}"])
+    return markdown(["quantity", "transformers", "jaxspec", "ratio", "rounds' ratios"], lines)
 
 
 def cpu_name() -> str:
@@ -236,35 +227,27 @@ def describe(args: argparse.Namespace, found: dict[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
     same, compared = found["same_tokens"]
     return (
-        f"{markdown(found['results'])}\n\nMedians of {args.rounds} alternating rounds, "
+        f"{table(found['results'])}\n\nMedians of {args.rounds} alternating rounds, "
         f"milliseconds; ratio: transformers / jaxspec, median of the rounds'. {args.threads} "
         f"threads, float32, {found['cpu']}; {versions}. {same} of {compared} sequences have the "
         "same tokens from both."
     )
 
 
+def compare(args: argparse.Namespace) -> int:
+    """Does all that was asked."""
+    check(args)
+    found = measure(args)
+    print(describe(args, found))
+    if args.out is not None:
+        config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
+        report.write_json(args.out, {"config": config, **found})
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        args = build_parser().parse_args(argv)
-        check(args)
-        found = measure(args)
-        print(describe(args, found))
-        if args.out is not None:
-            config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-            report.write_json(args.out, {"config": config, **found})
-    except UsageError as error:
-        print("scripts.compare_speed: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"scripts.compare_speed: the output was not written: {error.strerror or error}",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(build_parser(), compare, argv)
 
 
 if __name__ == "__main__":

@@ -26,7 +26,8 @@ from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.results import Completion, MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
-from scripts.acceptance import Parser, load_model, markdown, read_sets
+from scripts.acceptance import load_model, read_sets
+from scripts.command import Parser, markdown, run_command
 
 
 class Cell(NamedTuple):
@@ -40,9 +41,9 @@ class Cell(NamedTuple):
     divergences: list[report.Divergence]
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = Parser(prog="python -m scripts.identity", description=__doc__, allow_abbrev=False)
+    parser = Parser("identity", __doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts-per-set", type=int, default=4, metavar="N")
@@ -147,10 +148,11 @@ def check(args: argparse.Namespace) -> int:
     """Does all that was asked; returns the exit status."""
     planned = [plan_runs(args, temperature) for temperature in dict.fromkeys(args.temperatures)]
     directory = model_dir(args.model)
-    sets = read_sets(args.data, args.prompts_per_set, Tokenizer.load(directory))
+    tokenizer = Tokenizer.load(directory)
+    sets = read_sets(args.data, args.prompts_per_set, tokenizer)
     asked = [request for each in sets.values() for request in each]
     requests = limit_requests(asked, args.max_new_tokens, args.seed)
-    model, capacity = load_model(directory, requests, args.max_new_tokens)
+    model, capacity = load_model(directory, tokenizer, requests, args.max_new_tokens)
     cells = []
     with Progress() as progress:
         task = progress.add_task("runs", total=sum(1 + len(runs) for _, runs in planned))
@@ -176,13 +178,7 @@ def check(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        return check(build_parser().parse_args(argv))
-    except UsageError as error:
-        print("scripts.identity: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command(build_parser(), check, argv)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 from jaxspec.errors import UsageError
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
-from scripts.acceptance import Parser, markdown
+from scripts.command import Parser, markdown, run_command
 
 # Innermost scope first: an op belongs to the first that its name holds.
 STAGES = {
@@ -50,9 +50,9 @@ class Floor(NamedTuple):
         return sum(self)
 
 
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = Parser(prog="python -m scripts.profile_step", description=__doc__, allow_abbrev=False)
+    parser = Parser("profile_step", __doc__)
     parser.add_argument("model", nargs="?", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N")
     parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens before")
@@ -129,7 +129,7 @@ def read_bandwidth(size: int) -> float:
     return array.nbytes / min(seconds)
 
 
-def profile(args: argparse.Namespace) -> None:
+def profile(args: argparse.Namespace) -> int:
     """Decodes under the profiler and prints the table."""
     directory = model_dir(args.model)
     if min(args.batch_size, args.context, args.steps) < 1:
@@ -166,6 +166,7 @@ def profile(args: argparse.Namespace) -> None:
         raise UsageError("a sequence met the end token; another --seed draws other prompts")
     floor = least_bytes(params, cfg, state)
     print_table(args, seconds, wall, floor)
+    return 0
 
 
 def print_table(args: argparse.Namespace, seconds: Counter[str], wall: float, floor: Floor) -> None:
@@ -193,14 +194,7 @@ def print_table(args: argparse.Namespace, seconds: Counter[str], wall: float, fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        profile(build_parser().parse_args(argv))
-    except UsageError as error:
-        print("scripts.profile_step: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    return 0
+    return run_command(build_parser(), profile, argv)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from jaxspec.requests import Request, read_requests, requests_from_prompts
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
+from scripts.command import Parser, markdown, run_command
 
 METHODS = ("none", "linear", "tree")
 MAX_RATE, MAX_GAP = 0.02, 0.1
@@ -57,16 +58,9 @@ class Figures(NamedTuple):
     """Mean gap of the tokens that diverge."""
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = _Parser(
-        prog="python -m scripts.teacher_forced", description=__doc__, allow_abbrev=False
-    )
+    parser = Parser("teacher_forced", __doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="default: the demonstration's")
     parser.add_argument("--count", type=int, metavar="N", help="of the first prompts of the file")
@@ -141,14 +135,13 @@ def summarise(method: str, forced: Sequence[Forced]) -> Figures:
 
 def table(figures: Sequence[Figures]) -> str:
     """Markdown."""
-    lines = ["| method | tokens | diverging | rate | worst gap | mean gap of those |"]
-    lines.append("|:--|--:|--:|--:|--:|--:|")
-    for each in figures:
-        lines.append(
-            f"| {each.method} | {each.tokens} | {each.diverging} | {each.rate:.4f} "
-            f"| {each.worst:.4f} | {each.mean:.4f} |"
-        )
-    return "\n".join(lines)
+    lines = [
+        [each.method, str(each.tokens), str(each.diverging)]
+        + [f"{number:.4f}" for number in (each.rate, each.worst, each.mean)]
+        for each in figures
+    ]
+    header = ["method", "tokens", "diverging", "rate", "worst gap", "mean gap of those"]
+    return markdown(header, lines)
 
 
 def check_floors(figures: Sequence[Figures], max_rate: float, max_gap: float) -> list[str]:
@@ -225,19 +218,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        return measure(build_parser().parse_args(argv))
-    except UsageError as error:
-        print("scripts.teacher_forced: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print(
-            f"scripts.teacher_forced: the output was not written: {error.strerror or error}",
-            file=sys.stderr,
-        )
-        return 1
-    except KeyboardInterrupt:
-        return 130
+    return run_command(build_parser(), measure, argv)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ import json
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 
 from jaxspec.errors import UsageError
+from jaxspec.files import replacing
 from pallas_kernels.tuning import SIZES, Bucket, read_tuned
+from scripts.command import Parser, run_command
 from scripts.kernel_trials import Trial, accelerator, released_trials, seconds_a_call
 
 CANDIDATES: dict[tuple[str, str], list[dict[str, Any]]] = {
@@ -38,14 +40,9 @@ HEADER = """\
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
-def build_parser() -> argparse.ArgumentParser:
+def build_parser() -> Parser:
     """The command line."""
-    parser = _Parser(prog="python -m scripts.tune", description=__doc__)
+    parser = Parser("tune", __doc__)
     parser.add_argument("--op", nargs="+", choices=list(SIZES), default=list(SIZES), metavar="OP")
     shipped = importlib.resources.files("pallas_kernels").joinpath("tuned.toml")
     parser.add_argument("--file", type=Path, default=Path(str(shipped)), metavar="FILE")
@@ -114,25 +111,24 @@ def render(tuned: Mapping[str, Sequence[Bucket]]) -> str:
     return "\n".join(parts)
 
 
+def measure(args: argparse.Namespace) -> int:
+    """Measures and writes the file."""
+    impl = accelerator()
+    try:
+        shipped = read_tuned(args.file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UsageError(f"{args.file} cannot be read: {error}") from None
+    device = jax.devices()[0].device_kind
+    measured = {op_name: tune_op(op_name, impl, device) for op_name in args.op}
+    with replacing(args.file) as draft:
+        draft.write_text(render(merge(shipped, measured, device)), encoding="utf-8")
+    print(f"wrote {args.file}")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        args = build_parser().parse_args(argv)
-        impl = accelerator()
-        try:
-            shipped = read_tuned(args.file.read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
-            raise UsageError(f"{args.file} cannot be read: {error}") from None
-        device = jax.devices()[0].device_kind
-        measured = {op_name: tune_op(op_name, impl, device) for op_name in args.op}
-        args.file.write_text(render(merge(shipped, measured, device)), encoding="utf-8")
-        print(f"wrote {args.file}")
-        return 0
-    except UsageError as error:
-        print("scripts.tune: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
+    return run_command(build_parser(), measure, argv)
 
 
 if __name__ == "__main__":
