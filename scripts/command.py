@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Callable, Sequence
 from typing import NoReturn
@@ -26,20 +27,27 @@ def run_command(
 ) -> int:
     """Runs `action` on the arguments; returns the exit status.
 
-    It is the action's own, or 2 after wrong input, 1 if the output cannot be written (each with one
-    line on standard error) and 130 after Ctrl-C.
+    It is the action's own, or 2 after wrong input, 1 if the output cannot be written and 130 after
+    Ctrl-C, each with one line on standard error.
     """
     name = parser.prog.rpartition(" ")[2]
     try:
-        return action(parser.parse_args(argv))
+        status = action(parser.parse_args(argv))
+        sys.stdout.flush()  # what cannot be written is told here, not at Python's end
+        return status
     except UsageError as error:
         print(f"{name}: " + " ".join(str(error).split()), file=sys.stderr)
         return 2
     except OSError as error:
         reason = error.strerror or error
         print(f"{name}: the output was not written: {reason}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # what is buffered could not be written at Python's end either
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except KeyboardInterrupt:
+        print(f"{name}: interrupted", file=sys.stderr)
         return 130
 
 

@@ -1,0 +1,102 @@
+"""What all of `scripts/` do alike: answers to wrong arguments, full disks, Ctrl-C; tables."""
+
+from __future__ import annotations
+
+import errno
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from jaxspec.errors import UsageError
+from scripts import command
+
+ROOT = Path(__file__).parent.parent
+COMMANDS = sorted(
+    path.stem for path in (ROOT / "scripts").glob("*.py") if "build_parser" in path.read_text()
+)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_a_wrong_argument_is_one_line_of_the_script(name: str, capsys) -> None:
+    """An abbreviated flag is wrong too: it would change its meaning with the next flag."""
+    script = importlib.import_module(f"scripts.{name}")
+    flags = [action.option_strings for action in script.build_parser()._actions]
+    long = max((flag for each in flags for flag in each), key=len)
+    for argv in (["--no-such-flag"], ["x", "y", "z"], [long[:-1], "1"]):
+        assert script.main(argv) == 2, argv
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        (line,) = printed.err.splitlines()
+        assert line.startswith(f"scripts.{name}: ")
+        assert "--help shows what is right" in line
+
+
+def test_the_scripts_are_those_with_a_command_line() -> None:
+    assert {"acceptance", "compare_speed", "identity", "teacher_forced", "tune"} <= {*COMMANDS}
+
+
+@pytest.mark.parametrize(
+    ("ended", "status", "said"),
+    [
+        (UsageError("two\n lines"), 2, "two lines"),
+        (OSError(errno.ENOSPC, "No space left"), 1, "the output was not written: No space left"),
+        (OSError("gone"), 1, "the output was not written: gone"),
+        (KeyboardInterrupt(), 130, "interrupted"),
+    ],
+    ids=repr,
+)
+def test_what_ends_a_command_is_one_line(capsys, ended, status, said) -> None:
+    def action(args):
+        raise ended
+
+    assert command.run_command(command.Parser("name", "words"), action, []) == status
+    assert capsys.readouterr().err == f"scripts.name: {said}\n"
+
+
+def run_action(action: str, stdout: Any) -> subprocess.CompletedProcess[str]:
+    """A process that prints and then does `action`."""
+    code = (
+        "from scripts.command import *\n"
+        f"def act(args):\n  print('words')\n  {action}\n"
+        "sys.exit(run_command(Parser('name', None), act, []))"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        stdout=stdout,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("action", ["return 0", "raise OSError(28, 'No space left on device')"])
+def test_a_full_standard_output_is_one_line_and_status_1(action: str) -> None:
+    """As Python itself has it, it would be found at the end, with status 120."""
+    with open("/dev/full", "w") as full:
+        done = run_action(action, full)
+    assert done.returncode == 1
+    assert done.stderr == "scripts.name: the output was not written: No space left on device\n"
+
+
+def test_what_was_printed_stays_if_a_file_cannot_be_written() -> None:
+    done = run_action("raise OSError(28, 'No space left on device')", subprocess.PIPE)
+    assert (done.returncode, done.stdout) == (1, "words\n")
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_the_status_is_the_commands_own(status) -> None:
+    parser = command.Parser("name", None)
+    parser.add_argument("--n", type=int)
+    assert command.run_command(parser, lambda args: status * args.n, ["--n", "1"]) == status
+
+
+def test_the_first_column_of_a_table_is_to_the_left() -> None:
+    assert command.markdown(["set", "D"], [["a", "5"], ["b", "16"]]) == (
+        "| set | D |\n| :-- | --: |\n| a | 5 |\n| b | 16 |"
+    )
