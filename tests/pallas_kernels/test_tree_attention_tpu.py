@@ -30,10 +30,12 @@ QUICK = [
     "hca-one-entry-bytes",
     "hca-ragged-capacity-bfloat16",
     "csa-decode-bfloat16",
+    "csa-empty-words",
     "csa-few-entries-fp8",
     "csa-stream-words",
     "csa-gather-bytes",
     "nano-csa-float32",
+    "nano-csa-narrow-bytes",
     "chain-hca-bfloat16",
     "chain-csa-gather-words",
 ]
