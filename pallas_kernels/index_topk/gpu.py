@@ -19,6 +19,8 @@ from pallas_kernels.words import WORD, leading
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
+DIMS = (32, 64, 128, 256)
+"""Dims of a key: a multiple of 16 for wgmma, in whole rows of a swizzle."""
 CHUNK_BYTES = 128 << 10
 """Shared memory for the queries of the nodes that share a pass over the keys."""
 
@@ -52,8 +54,9 @@ def index_topk(
         ValueError: a dtype or size that the kernels do not take.
     """
     check_interpreter(interpret)
+    if (reason := refusal(q, entries)) is not None:
+        raise ValueError(reason)
     keys = _plain(entries.keys), _plain(entries.own)
-    _check(q, *keys)
     capacity, own = keys[0].shape[1], keys[1].shape[1]
     count = jnp.minimum(entries.committed, capacity)
     words = -(-capacity // WORD)
@@ -125,15 +128,18 @@ def _chunk(nodes: int, heads: int, dim: int) -> int:
     return max(1, min(nodes, CHUNK_BYTES // (-(-heads // 8) * 8 * dim * 2)))
 
 
-def _check(q: Array, *every: Array) -> None:
-    for keys in every:
-        if q.dtype != jnp.bfloat16 or keys.dtype != jnp.bfloat16:
-            raise ValueError(
+def refusal(q: Array, entries: IndexKeys) -> str | None:
+    """Why the kernels cannot take a call, in words, or None; arguments are those of the kernels."""
+    for keys in (entries.keys, entries.own):
+        is_read = isinstance(keys, PackedKeys) or keys.dtype == jnp.bfloat16
+        if q.dtype != jnp.bfloat16 or not is_read:
+            return (
                 f"the GPU kernel multiplies bfloat16 (wgmma has no float32); got {q.dtype} and"
-                f" {keys.dtype}; use 'ref'"
+                f" {values(keys).dtype}; use 'ref'"
             )
-    if q.shape[-1] not in (32, 64, 128, 256):
-        raise ValueError(f"the GPU kernel takes keys of 32, 64, 128 or 256 dims; got {q.shape[-1]}")
+    if (dim := q.shape[-1]) not in DIMS:
+        return f"the GPU kernel takes keys of 32, 64, 128 or 256 dims; got {dim}; use 'ref'"
+    return None
 
 
 def _operands(
