@@ -56,6 +56,8 @@ CASES = (
     Case("nano-all-dead", 5, *NANO, live=0.0),
     Case("nano-wide-tree", 64, *NANO),
     Case("nano-prefill", 300, *NANO, live=0.95),
+    Case("flash-all-dead", 5, *FLASH, live=0.0),
+    Case("flash-eight", 8, *FLASH),
     Case("flash-sixteen", 16, *FLASH, taste=0.0),
     Case("flash-wide-tree", 64, *FLASH, taste=5.0),
     Case("flash-same-experts", 40, *FLASH, live=1.0, taste=1e6),

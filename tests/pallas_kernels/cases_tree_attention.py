@@ -73,6 +73,7 @@ class Arguments(NamedTuple):
 
 
 NANO = {"dim": 64, "rotary": 32, "window": 128, "dtype": "float32"}
+NARROW_NANO = NANO | {"dtype": "bfloat16"}  # for kernels that take no float32
 FLASH = {"heads": 8, "dim": 256}
 PRO = {"heads": 16, "dim": 256}
 
@@ -80,10 +81,15 @@ SHAPES = [
     Case("sliding-decode", "tree", 1, (0, 1, 15, 16, 40)),
     Case("sliding-tree", "tree", 8, (0, 3, 17, 100)),
     Case("sliding-scratch", "tree", 3, (5, 40), scratch=9),
+    Case("sliding-64-nodes", "tree", 64, (9,)),
     Case("hca-empty", "tree", 5, (0, 3), ratio=4, capacity=1),
     Case("hca-one-entry", "tree", 6, (4, 7), ratio=4, capacity=3),
     Case("hca-decode", "tree", 1, (130, 700, 1023), ratio=8, capacity=130),
     Case("hca-ragged-capacity", "tree", 7, (0, 1301, 2399), ratio=4, capacity=601),
+    Case("hca-16-nodes", "tree", 16, (33, 1000), ratio=8, capacity=125),
+    Case("hca-64-nodes", "tree", 64, (77,), ratio=8, capacity=12),
+    Case("csa-empty", "tree", 7, (0, 3), ratio=4, capacity=20, topk=4),
+    Case("csa-one-entry", "tree", 6, (4, 7), ratio=4, capacity=33, topk=3),
     Case("csa-decode", "tree", 1, (3, 900), ratio=4, capacity=300, topk=16),
     Case("csa-few-entries", "tree", 8, (0, 40, 61), ratio=4, capacity=16, topk=32),
     Case("csa-stream", "tree", 8, (1199, 2100), ratio=4, capacity=550, topk=100),
@@ -93,6 +99,8 @@ SHAPES = [
     Case("nano-csa", "tree", 8, (127, 700), ratio=4, capacity=256, topk=32, **NANO),
     Case("nano-hca", "tree", 8, (127, 700), ratio=128, capacity=8, **NANO),
     Case("nano-chain", "chain", 150, (0, 130), ratio=4, capacity=128, topk=32, **NANO),
+    Case("nano-csa-narrow", "tree", 7, (4, 815), ratio=4, capacity=203, topk=32, **NARROW_NANO),
+    Case("nano-hca-narrow", "tree", 5, (127, 700), ratio=128, capacity=8, **NARROW_NANO),
     Case("flash-csa", "tree", 8, (2049,), ratio=4, capacity=520, topk=64, **FLASH),
     Case("flash-csa-gather", "tree", 8, (9000,), ratio=4, capacity=2304, topk=16, **FLASH),
     Case("flash-hca", "tree", 8, (2303,), ratio=16, capacity=144, **FLASH),

@@ -1,12 +1,14 @@
 """Compiles cases of tree attention for a TPU that is not here; libtpu may end the process.
 
 Usage: `python -m tests.pallas_kernels.compile_tree_attention TOPOLOGY CASE...`; prints a line of
-JSON for each case: its name, and the bytes of its temporaries or what the compiler said.
+JSON for each case: its name, the bytes of its arguments, and those of its temporaries or what the
+compiler said.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import sys
 
 import jax
@@ -38,6 +40,12 @@ def temporaries(case: Case, mesh: Mesh) -> int:
     return compiled.memory_analysis().temp_size_in_bytes
 
 
+def argument_bytes(case: Case) -> int:
+    """Bytes of the arrays that the call is given."""
+    _, arrays = bound(tpu.tree_attention, avals(case))
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
 def main(topology: str, names: list[str]) -> None:
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     mesh = Mesh(np.array(devices[:1]), ("x",))
@@ -46,7 +54,8 @@ def main(topology: str, names: list[str]) -> None:
             said = {"temporaries": temporaries(EVERY[name], mesh)}
         except Exception as error:  # whatever it is, the test reports it
             said = {"error": f"{type(error).__name__}: {error}"}
-        print(json.dumps({"case": name, **said}), flush=True)
+        size = argument_bytes(EVERY[name])
+        print(json.dumps({"case": name, "arguments": size, **said}), flush=True)
 
 
 if __name__ == "__main__":

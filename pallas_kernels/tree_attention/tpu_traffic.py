@@ -11,8 +11,9 @@ from jax import Array
 
 from pallas_kernels.memory import nbytes
 from pallas_kernels.tree_attention.forms import to_bytes
-from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows, Walk, choose, rows_of
-from pallas_kernels.tree_attention.sources import Committed, Fp8Bytes, Fp8Entries, Own
+from pallas_kernels.tree_attention.sources import FP8_GROUP, Committed, Fp8Bytes, Fp8Entries, Own
+from pallas_kernels.tree_attention.tpu_plan import LANES, Plan, Rows, Walk, choose, rows_of
+from pallas_kernels.words import WORD
 
 
 def traffic(
@@ -75,8 +76,8 @@ def _entries_read(plan: Plan, committed: Committed, counts: np.ndarray, rows: Ro
     passes = np.where(steps > 1, plan.tiles, 1)  # a single tile stays for all nodes
     total = int((np.minimum(steps * walk.size, walk.capacity) * passes).sum()) * row
     if committed.selected is not None:
-        blocks = -(-steps * (walk.size // WORD) // walk.word_block)
-        total += int(blocks.sum()) * walk.word_block * words
+        blocks = -(-steps * (walk.size // WORD) // LANES)
+        total += int(blocks.sum()) * LANES * words
     return total
 
 
@@ -108,7 +109,7 @@ def _entries_least(plan: Plan, committed: Committed, counts: np.ndarray) -> int:
     walk, entries = plan.walk, committed.entries
     if isinstance(entries, Fp8Bytes):
         whole = plan.dim - entries.rotary
-        row = whole + -(-whole // 64) + 2 * entries.rotary
+        row = whole + -(-whole // FP8_GROUP) + 2 * entries.rotary
     else:
         row = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(entries))
     if committed.selected is None:
