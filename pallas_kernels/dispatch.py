@@ -20,7 +20,12 @@ _log = logging.getLogger(__name__)
 
 
 def resolve(
-    impl: str, op_name: str, backends: Backends, *, sizes: Mapping[str, int] | None = None
+    impl: str,
+    op_name: str,
+    backends: Backends,
+    *,
+    sizes: Mapping[str, int] | None = None,
+    refusals: Mapping[str, Callable[[], str | None]] | None = None,
 ) -> Callable[..., Any]:
     """Finds the function that runs an op where the program at hand will run.
 
@@ -33,13 +38,16 @@ def resolve(
         op_name: for messages.
         backends: name to function, or to the reason in words why it cannot run. `ref` always can.
         sizes: of the call, by which a kernel's tuned choices are looked up; None: its defaults.
+        refusals: name of a kernel to what says why it cannot take the call at hand, or None.
 
     Raises:
         ValueError: an unknown name, or one that cannot run.
     """
+    refusals = refusals or {}
     if impl == "auto":
         platform = target_platform()
         chosen = backends.get(platform, f"there is none for {platform}")
+        chosen = _unless(refusals.get(platform), chosen)
         if isinstance(chosen, str):
             _log_fallback(op_name, chosen)
             chosen = backends["ref"]
@@ -47,6 +55,7 @@ def resolve(
         chosen = backends[impl]
         if not isinstance(chosen, str) and (lack := _lack(impl)) is not None:
             chosen = lack
+        chosen = _unless(refusals.get(impl), chosen)
     else:
         choices = ", ".join(["auto", *backends])
         raise ValueError(f"unknown impl {impl!r} of {op_name}; choose one of {choices}")
@@ -55,6 +64,15 @@ def resolve(
     if sizes is not None and any(chosen is backends.get(name) for name in _HARDWARE):
         return functools.partial(chosen, **tuning.select(op_name, device_kind(), sizes))
     return chosen
+
+
+def _unless(
+    refusal: Callable[[], str | None] | None, chosen: Callable[..., Any] | str
+) -> Callable[..., Any] | str:
+    """What was chosen, or why it cannot take the call."""
+    if refusal is None or isinstance(chosen, str):
+        return chosen
+    return refusal() or chosen
 
 
 def target_device() -> Any:

@@ -17,10 +17,10 @@ KNOWN = [
     ("tpu", r"tree_attention csa (64k|1M) .* (bf16|bytes)", "moves"),
     # Tiles of 64 entries are read of which some node selects one. Blocks of threads that share a
     # sequence leave partial results in device memory, which is L2 as far as they fit.
-    ("gpu", r"tree_attention csa", "moves"),
-    ("gpu", r"tree_attention hca 1M", "moves"),
-    # Scores go through device memory; FP8 is brought to bfloat16.
-    ("gpu", r"index_topk", "moves"),
+    ("gpu", r"tree_attention csa (8k B=[18]|64k|1M) ", "moves"),
+    ("gpu", r"tree_attention hca 1M B=[18] ", "moves"),
+    # Scores go through device memory, four bytes a node and entry each way.
+    ("gpu", r"index_topk \w+ B=\d+ N=8 ", "moves"),
     # There is none for GPUs: `auto` takes the definition, XLA's ragged product.
     ("gpu", r"grouped_matmul", "does not compile"),
 ]

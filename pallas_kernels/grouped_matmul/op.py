@@ -23,7 +23,7 @@ BACKENDS: Backends = {
     "ref": ref.grouped_matmul,
     "cpu": cpu.grouped_matmul,
     "tpu": tpu.grouped_matmul,
-    "gpu": "the GPU kernel is not built yet; use 'ref'",
+    "gpu": "there is no kernel for GPUs; use 'auto' or 'ref'",
 }
 
 

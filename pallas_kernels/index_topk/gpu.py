@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array
+from jax import Array, lax
 
 from pallas_kernels.hopper import SMS, check_interpreter
 from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
@@ -19,6 +19,8 @@ from pallas_kernels.words import WORD, leading
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
+DIMS = (32, 64, 128, 256)
+"""Dims of a key: a multiple of 16 for wgmma, in whole rows of a swizzle."""
 CHUNK_BYTES = 128 << 10
 """Shared memory for the queries of the nodes that share a pass over the keys."""
 
@@ -40,8 +42,8 @@ def index_topk(
     Args:
         q: queries, bfloat16.
         weight: head weights.
-        entries: keys in bfloat16; packed ones are brought to it first (which is exact), and a
-            capacity that is no multiple of 8 is copied to one.
+        entries: keys in bfloat16, or packed ones, which are brought to it in shared memory. A
+            capacity that is no multiple of 8 is copied to one, of 16 for scales.
         topk: entries to choose at most.
         splits: blocks of threads that share the keys of a sequence, static; 0: as many as occupy
             the device.
@@ -52,9 +54,10 @@ def index_topk(
         ValueError: a dtype or size that the kernels do not take.
     """
     check_interpreter(interpret)
-    keys = _plain(entries.keys), _plain(entries.own)
-    _check(q, *keys)
-    capacity, own = keys[0].shape[1], keys[1].shape[1]
+    if (reason := refusal(q, entries)) is not None:
+        raise ValueError(reason)
+    keys = _of_one_form(entries)
+    capacity, own = (values(x).shape[1] for x in keys)
     count = jnp.minimum(entries.committed, capacity)
     words = -(-capacity // WORD)
     there = jnp.broadcast_to(leading(count, words)[:, None], (*q.shape[:2], words))
@@ -77,8 +80,27 @@ def index_topk(
     return chosen[..., :words] & there, ours & mine
 
 
-def _plain(keys: Array | PackedKeys) -> Array:
-    return unpack_keys(keys).astype(jnp.bfloat16) if isinstance(keys, PackedKeys) else keys
+def _of_one_form(entries: IndexKeys) -> tuple[Array | PackedKeys, Array | PackedKeys]:
+    """Committed and own keys; if one of them alone is packed, it is brought to bfloat16."""
+    both = entries.keys, entries.own
+    if all(isinstance(keys, PackedKeys) for keys in both):
+        return both
+    committed, own = (unpack_keys(keys).astype(jnp.bfloat16) for keys in both)
+    return committed, own
+
+
+def _lines(keys: Array | PackedKeys) -> Array | PackedKeys:
+    """Keys in whole lines of 16 bytes, as TMA reads them: a copy where the capacity is another."""
+    if isinstance(keys, PackedKeys):
+        bits = lax.bitcast_convert_type(keys.scale, jnp.uint8)
+        return PackedKeys(_up_to(8, keys.value), _up_to(16, bits))
+    return _up_to(8, keys)
+
+
+def _up_to(multiple: int, rows: Array) -> Array:
+    """Rows `[B, C, ...]`, padded to a multiple."""
+    spare = -rows.shape[1] % multiple
+    return jnp.pad(rows, [(0, 0), (0, spare), *[(0, 0)] * (rows.ndim - 2)])
 
 
 def traffic(
@@ -104,20 +126,33 @@ def traffic(
         committed = np.asarray(entries.committed)
     small = nbytes((q, weight, entries.own, entries.own_bits, entries.committed))
     results = 4 * batch * nodes * (-(-capacity // WORD) - (-own // WORD))
-    packed = isinstance(entries.keys, PackedKeys)
-    fewest = small + results + int(committed.sum()) * (dim + 1 if packed else 2 * dim)
+    key = dim + 1 if isinstance(entries.keys, PackedKeys) else 2 * dim
+    fewest = small + results + int(committed.sum()) * key
     if capacity + own <= topk:
         return small, results, fewest
     passes = -(-nodes // _chunk(nodes, heads, dim))
     tiles = int((-(-committed // TILE)).sum()) + batch * -(-own // TILE)
-    read = small + passes * int(committed.sum()) * 2 * dim
+    copied = _copied(entries, dim)
+    if not isinstance(entries.own, PackedKeys):
+        key = 2 * dim  # brought to it first, if packed
+    read = small + passes * int(committed.sum()) * key
     # Orders, and the bits of who sees what, before and after.
     written = 4 * nodes * tiles * TILE + 4 * nodes * tiles * 2
     read, written = read + written + results, written + 2 * results
-    if packed or capacity % 8:
-        read += nbytes(entries.keys)
-        written += batch * capacity * 2 * dim
-    return read, written, fewest
+    return read + copied[0], written + copied[1], fewest
+
+
+def _copied(entries: IndexKeys, dim: int) -> tuple[int, int]:
+    """Bytes that bringing the committed keys into the kernel's form reads and writes."""
+    keys = entries.keys
+    batch, capacity, _ = values(keys).shape
+    if not isinstance(keys, PackedKeys):
+        copied = nbytes(keys) if capacity % 8 else 0
+        return copied, copied
+    if not isinstance(entries.own, PackedKeys):
+        return nbytes(keys), batch * capacity * 2 * dim
+    copied = sum(nbytes(x) for x, line in ((keys.value, 8), (keys.scale, 16)) if capacity % line)
+    return copied, copied
 
 
 def _chunk(nodes: int, heads: int, dim: int) -> int:
@@ -125,19 +160,22 @@ def _chunk(nodes: int, heads: int, dim: int) -> int:
     return max(1, min(nodes, CHUNK_BYTES // (-(-heads // 8) * 8 * dim * 2)))
 
 
-def _check(q: Array, *every: Array) -> None:
-    for keys in every:
-        if q.dtype != jnp.bfloat16 or keys.dtype != jnp.bfloat16:
-            raise ValueError(
+def refusal(q: Array, entries: IndexKeys) -> str | None:
+    """Why the kernels cannot take a call, in words, or None; arguments are those of the kernels."""
+    for keys in (entries.keys, entries.own):
+        is_read = isinstance(keys, PackedKeys) or keys.dtype == jnp.bfloat16
+        if q.dtype != jnp.bfloat16 or not is_read:
+            return (
                 f"the GPU kernel multiplies bfloat16 (wgmma has no float32); got {q.dtype} and"
-                f" {keys.dtype}; use 'ref'"
+                f" {values(keys).dtype}; use 'ref'"
             )
-    if q.shape[-1] not in (32, 64, 128, 256):
-        raise ValueError(f"the GPU kernel takes keys of 32, 64, 128 or 256 dims; got {q.shape[-1]}")
+    if (dim := q.shape[-1]) not in DIMS:
+        return f"the GPU kernel takes keys of 32, 64, 128 or 256 dims; got {dim}; use 'ref'"
+    return None
 
 
 def _operands(
-    q: Array, weight: Array, sources: tuple[Array, Array], visible: Array, tiles: Array
+    q: Array, weight: Array, sources: tuple[Any, Any], visible: Array, tiles: Array
 ) -> tuple[Operands, Shape]:
     """Heads and keys padded to 8, as wgmma and TMA want them, and nodes to whole chunks."""
     batch, nodes, heads, dim = q.shape
@@ -145,20 +183,18 @@ def _operands(
     chunk = _chunk(nodes, heads, dim)
     rows = [(0, 0), (0, -nodes % chunk)]
     spare = (0, padded - heads)
-    keys, own = sources
-    if not keys.shape[1]:
-        keys = own  # none is committed: never read
-    lines = [jnp.pad(x, [(0, 0), (0, -x.shape[1] % 8), (0, 0)]) for x in (keys, own)]
+    most = sum(-(-values(x).shape[1] // TILE) for x in sources)
+    # Where there are none the others stand in, and are never read.
+    keys, own = (_lines(next(y for y in (x, *sources) if values(y).shape[1])) for x in sources)
     operands = Operands(
         q=jnp.pad(q, [*rows, spare, (0, 0)]).reshape(batch, -1, dim),
         weight=jnp.pad(weight.astype(jnp.float32), [*rows, spare]),
-        keys=lines[0],
-        own=lines[1],
+        keys=keys,
+        own=own,
         visible=jnp.pad(visible, [*rows, (0, 0)]),
         tiles=tiles,
     )
     blocks = batch * (operands.weight.shape[1] // chunk)
-    most = -(-keys.shape[1] // TILE) + -(-own.shape[1] // TILE)
     splits = max(1, min(SMS // blocks, most // (2 * GROUPS)))
     return operands, Shape(chunk, splits, 0, None)
 

@@ -3,6 +3,9 @@
 A warpgroup multiplies 64 keys with the heads of one node after the other (wgmma, K Q^T), so that
 the sum over heads runs along a row. What it writes is the order of a score, an unsigned number
 that rises with it and is 0 where the node does not see the key.
+
+Packed keys are brought to bfloat16 in shared memory, which is exact, and their scales multiply the
+scores: powers of two leave the order of roundings alone.
 """
 
 from __future__ import annotations
@@ -15,6 +18,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from pallas_kernels.index_topk.packed import PackedKeys, values
 
 TILE = 64
 """Keys that a warpgroup scores at a time: the rows of one wgmma."""
@@ -38,8 +43,8 @@ class Operands(NamedTuple):
 
     q: Any  # [B, N heads, ci]
     weight: Any  # [B, N, heads] float32, N a multiple of the chunk, heads of 8
-    keys: Any  # [B, C, ci]
-    own: Any  # [B, J, ci]
+    keys: Any  # [B, C, ci], or `PackedKeys` with the bits of their scales, uint8
+    own: Any  # [B, J, ci], in the form of `keys`
     visible: Any  # [B, N, words] uint32, by place: committed keys, then own ones
     tiles: Any  # [B, 2] int32: tiles of committed keys, and of all
 
@@ -49,23 +54,22 @@ class Scratch(NamedTuple):
 
     q: Any  # [chunk, heads, ci]
     weight: Any  # [chunk, heads]
-    keys: Any  # [GROUPS, SLOTS, 64, ci]
+    keys: Any  # [GROUPS, SLOTS, 64, ci]; one slot where keys are packed
     ready: Any
     key_ready: Any
+    packed: Any = None  # [GROUPS, SLOTS, 64, ci] float8_e4m3fn
+    scale: Any = None  # [GROUPS, SLOTS, 128] uint8: no copy is smaller; 64 are used
 
 
 def orders(operands: Operands, shape: Shape) -> Array:
     """Orders of the scores, `[B, N, size]` uint32; places beyond the last tile are not written."""
     batch, nodes, heads = operands.weight.shape
-    dim = operands.q.shape[2]
+    given, tree = jax.tree.flatten(operands)
 
     def kernel(*refs: Any) -> None:
-        _block(Operands(*refs[:6]), refs[6], Scratch(*refs[7:]), shape)
+        ref = jax.tree.unflatten(tree, refs[: len(given)])
+        _block(ref, refs[len(given)], Scratch(*refs[len(given) + 1 :]), shape)
 
-    width = min(128, dim * operands.q.dtype.itemsize)
-    columns = width // operands.q.dtype.itemsize
-    swizzle = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width))
-    dtype = operands.q.dtype
     run = plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((batch, nodes, shape.size), jnp.uint32),
@@ -73,19 +77,38 @@ def orders(operands: Operands, shape: Shape) -> Array:
         grid_names=("chunk", "batch", "split"),
         num_threads=GROUPS,
         thread_name="group",
-        scratch_types=[
-            plgpu.SMEM((shape.chunk, heads, dim), dtype, transforms=swizzle),
-            plgpu.SMEM((shape.chunk, heads), jnp.float32),
-            plgpu.SMEM((GROUPS, SLOTS, TILE, dim), dtype, transforms=swizzle),
-            plgpu.Barrier(num_arrivals=shape.chunk + 1),
-            plgpu.Barrier(num_barriers=GROUPS * SLOTS),
-        ],
+        scratch_types=_scratch_types(operands, shape.chunk, heads),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
         ),
         interpret=shape.interpret,
     )
-    return run(*operands)
+    return run(*given)
+
+
+def _scratch_types(operands: Operands, chunk: int, heads: int) -> list[Any]:
+    dtype, dim = operands.q.dtype, operands.q.shape[2]
+    is_packed = isinstance(operands.keys, PackedKeys)
+    columns = min(64, dim)
+
+    def swizzled(shape: tuple[int, ...], dtype: Any) -> Any:
+        width = columns * jnp.dtype(dtype).itemsize
+        swizzle = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(width))
+        return plgpu.SMEM(shape, dtype, transforms=swizzle)
+
+    types = [
+        swizzled((chunk, heads, dim), dtype),
+        plgpu.SMEM((chunk, heads), jnp.float32),
+        swizzled((GROUPS, 1 if is_packed else SLOTS, TILE, dim), dtype),
+        plgpu.Barrier(num_arrivals=chunk + 1),
+        plgpu.Barrier(num_arrivals=2 if is_packed else 1, num_barriers=GROUPS * SLOTS),
+    ]
+    if is_packed:
+        types += [
+            swizzled((GROUPS, SLOTS, TILE, dim), jnp.float8_e4m3fn),
+            plgpu.SMEM((GROUPS, SLOTS, 2 * TILE), jnp.uint8),
+        ]
+    return types
 
 
 def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
@@ -99,17 +122,14 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
     def fetch(step: Any) -> None:
         tile = first + step * GROUPS + group
         slot = lax.rem(step, SLOTS)
-        place, barrier = scratch.keys.at[group, slot], scratch.key_ready.at[group * SLOTS + slot]
 
         @pl.when(tile < committed)
         def _() -> None:
-            rows = pl.ds(tile * TILE, TILE)
-            plgpu.copy_gmem_to_smem(ref.keys.at[batch, rows], place, barrier)
+            _fetch_keys(ref.keys, scratch, (batch, tile * TILE), slot)
 
         @pl.when(tile >= committed)
         def _() -> None:
-            rows = pl.ds((tile - committed) * TILE, TILE)
-            plgpu.copy_gmem_to_smem(ref.own.at[batch, rows], place, barrier)
+            _fetch_keys(ref.own, scratch, (batch, (tile - committed) * TILE), slot)
 
     @pl.when(group == 0)
     def _() -> None:
@@ -126,11 +146,12 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
     @pl.loop(0, steps)
     def _(step: Array) -> None:
         tile, slot = first + step * GROUPS + group, lax.rem(step, SLOTS)
-        plgpu.barrier_wait(scratch.key_ready.at[group * SLOTS + slot])
+        keys, scale = _await_keys(scratch, slot)
 
         @pl.loop(0, shape.chunk)
         def _(i: Array) -> None:
-            score = _score(scratch, scratch.keys.at[group, slot], i)
+            score = _score(scratch, keys, i)
+            score = score if scale is None else score * scale
             words = [ref.visible[batch, node + i, 2 * tile + half] for half in range(2)]
             out[batch, node + i, pl.ds(tile * TILE, TILE)] = _order(score, words)
 
@@ -147,6 +168,43 @@ def _fetch_queries(ref: Operands, scratch: Scratch, batch: Array, node: Array) -
         plgpu.copy_gmem_to_smem(ref.q.at[batch, rows], scratch.q.at[i], scratch.ready)
     weights = ref.weight.at[batch, pl.ds(node, chunk)]
     plgpu.copy_gmem_to_smem(weights, scratch.weight, scratch.ready)
+
+
+def _fetch_keys(keys: Any, scratch: Scratch, at: tuple[Array, Array], slot: Array) -> None:
+    """Starts the copies of 64 keys from a (sequence, row) on; rows beyond the end are zeros."""
+    batch, row = at
+    group = lax.axis_index("group")
+    barrier = scratch.key_ready.at[group * SLOTS + slot]
+    place = scratch.keys if scratch.packed is None else scratch.packed
+    rows: Any = values(keys).at[batch, pl.ds(row, TILE)]
+    plgpu.copy_gmem_to_smem(rows, place.at[group, slot], barrier)
+    if scratch.scale is not None:
+        scales = keys.scale.at[batch, pl.ds(row, 2 * TILE)]
+        plgpu.copy_gmem_to_smem(scales, scratch.scale.at[group, slot], barrier)
+
+
+def _await_keys(scratch: Scratch, slot: Array) -> tuple[Any, Array | None]:
+    """The warpgroup's keys in bfloat16, once they are here, and the scales of packed ones."""
+    group = lax.axis_index("group")
+    plgpu.barrier_wait(scratch.key_ready.at[group * SLOTS + slot])
+    if scratch.packed is None:
+        return scratch.keys.at[group, slot], None
+    return scratch.keys.at[group, 0], _unpack(scratch, slot)
+
+
+def _unpack(scratch: Scratch, slot: Array) -> Array:
+    """Brings the warpgroup's keys to bfloat16, and their scales `[64]` to registers."""
+    group = lax.axis_index("group")
+    plgpu.commit_smem()  # all warps have done with the keys of before
+    bits = plgpu.layout_cast(scratch.scale[group, slot, :TILE], ROW).astype(jnp.uint32)
+    columns = min(64, scratch.keys.shape[3])
+    for part in range(scratch.keys.shape[3] // columns):
+        here = pl.ds(part * columns, columns)
+        packed = plgpu.layout_cast(scratch.packed[group, slot, :, here], MATRIX)
+        keys = scratch.keys.at[group, 0, :, here]
+        keys[...] = packed.astype(jnp.float32).astype(keys.dtype)
+    plgpu.commit_smem()
+    return lax.bitcast_convert_type(bits << jnp.uint32(23), jnp.float32)
 
 
 def _score(scratch: Scratch, keys: Any, node: Array) -> Array:

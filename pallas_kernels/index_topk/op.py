@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 from jax import Array
@@ -42,7 +43,8 @@ def index_topk(
         weight: `[B, N, Hi]` float32 head weights, scaled.
         entries: what there is to choose from.
         topk: entries to choose at most.
-        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static.
+        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static. `auto` takes `ref` where the GPU kernels
+            cannot take the dtypes or the dims.
 
     Returns:
         Packed selections: of the committed entries `[B, N, ceil(C / 32)]` uint32 and of the
@@ -52,5 +54,6 @@ def index_topk(
         ValueError: a named `impl` that cannot run.
     """
     sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": values(entries.keys).shape[1]}
-    run = resolve(impl, "index_topk", BACKENDS, sizes=sizes)
+    refusals = {"gpu": functools.partial(gpu.refusal, q, entries)}
+    run = resolve(impl, "index_topk", BACKENDS, sizes=sizes, refusals=refusals)
     return run(q, weight, entries, topk=topk)

@@ -21,7 +21,7 @@ from pallas_kernels.tree_attention.gpu_tiles import (
 from pallas_kernels.tree_attention.gpu_traffic import traffic
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 
-__all__ = ["traffic", "tree_attention"]
+__all__ = ["refusal", "traffic", "tree_attention"]
 
 
 def tree_attention(
@@ -57,8 +57,9 @@ def tree_attention(
         ValueError: a dtype or size that the kernel does not take.
     """
     check_interpreter(interpret)
+    if (reason := refusal(q, committed, own)) is not None:
+        raise ValueError(reason)
     committed = _readable(committed)
-    _check(q, committed, own)
     batch, nodes, heads, width = q.shape
     tiles = tiles_of(committed, own, position, mode)
     padded = padded_heads(heads)
@@ -84,7 +85,8 @@ def _readable(committed: Committed) -> Committed:
     return committed
 
 
-def _check(q: Array, committed: Committed, own: Own) -> None:
+def refusal(q: Array, committed: Committed, own: Own) -> str | None:
+    """Why the kernel cannot take a call, in words, or None; arguments are those of the kernel."""
     sources = [committed.ring, own.rows]
     if committed.entries is not None:
         sources.append(own.entries)
@@ -92,16 +94,17 @@ def _check(q: Array, committed: Committed, own: Own) -> None:
             sources.append(committed.entries)
         elif not isinstance(committed.entries, Fp8Entries):
             kind = type(committed.entries).__name__
-            raise ValueError(f"the GPU kernel reads plain entries and Fp8Entries, not {kind}")
+            return f"the GPU kernel reads plain entries and Fp8Entries, not {kind}; use 'ref'"
     for array in (q, *sources):
         if array.dtype != jnp.bfloat16:
-            raise ValueError(
+            return (
                 f"the GPU kernel multiplies bfloat16 (wgmma has no float32, and its tf32 no"
                 f" transposed values); got {array.dtype}; use 'ref'"
             )
     width = q.shape[-1]
     if width % TILE or width > 512:
-        raise ValueError(f"the GPU kernel takes head dims 64, 128, ..., 512; got {width}")
+        return f"the GPU kernel takes head dims 64, 128, ..., 512; got {width}; use 'ref'"
+    return None
 
 
 def _combine(result: Results, sink: Array) -> Array:

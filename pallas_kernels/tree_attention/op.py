@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 from jax import Array
 
 from pallas_kernels.dispatch import Backends, resolve
@@ -39,7 +41,8 @@ def tree_attention(
         committed: what the cache holds.
         own: what the block itself brings.
         position: `[B, N]` int32 absolute positions of the queries.
-        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static.
+        impl: `auto`, `ref`, `cpu`, `tpu` or `gpu`, static. `auto` takes `ref` where the GPU kernel
+            cannot take the dtypes, the head dims or the form of the entries.
 
     Returns:
         `[B, N, H, K]` float32, still rotated.
@@ -48,5 +51,6 @@ def tree_attention(
         ValueError: a named `impl` that cannot run.
     """
     sizes = {"batch": q.shape[0], "nodes": q.shape[1], "entries": capacity_of(committed)}
-    run = resolve(impl, "tree_attention", BACKENDS, sizes=sizes)
+    refusals = {"gpu": functools.partial(gpu.refusal, q, committed, own)}
+    run = resolve(impl, "tree_attention", BACKENDS, sizes=sizes, refusals=refusals)
     return run(q, sink, committed, own, position=position)

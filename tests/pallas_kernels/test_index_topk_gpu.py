@@ -12,6 +12,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.index_topk import gpu
 from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
+from pallas_kernels.index_topk.packed import unpack_keys
 from tests.pallas_kernels.cases_index_topk import CASES, Case, check, make, unpack
 
 interpreted = pytest.mark.skipif(
@@ -33,9 +34,18 @@ def hold(case: Case, dtype: str, **keywords: Any) -> None:
 
 
 @interpreted
-@pytest.mark.parametrize("name", ["nano-ties", "nano-few-entries", "nano-one-node"])
-def test_a_few_cases_agree_with_the_definition(name: str) -> None:
-    hold(BY_NAME[name], "bfloat16")
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        ("nano-ties", "bfloat16"),
+        ("nano-few-entries", "bfloat16"),
+        ("nano-one-node", "bfloat16"),
+        ("nano-one-node", "fp8"),
+        ("nano-one-entry", "fp8"),
+    ],
+)
+def test_a_few_cases_agree_with_the_definition(name: str, dtype: str) -> None:
+    hold(BY_NAME[name], dtype)
 
 
 @interpreted
@@ -51,6 +61,38 @@ def test_every_case_agrees_with_the_definition(case: Case, dtype: str) -> None:
 @pytest.mark.parametrize("keywords", [{"groups": 2}, {"splits": 1}, {"splits": 3}], ids=str)
 def test_who_does_the_work_changes_nothing(keywords: dict[str, int]) -> None:
     hold(BY_NAME["nano-tree"]._replace(nodes=2, own=2), "bfloat16", **keywords)
+
+
+@interpreted
+@pytest.mark.parametrize("is_own", [False, True])
+def test_one_packed_source_beside_a_plain_one(is_own: bool) -> None:
+    case = BY_NAME["nano-one-node"]
+    packed = make(case, "fp8")
+    entries = packed.entries
+    plain = {
+        "keys" if is_own else "own": unpack_keys(entries.keys if is_own else entries.own).astype(
+            jnp.bfloat16
+        )
+    }
+    mixed = packed._replace(entries=entries._replace(**plain))
+    interpret = plgpu.InterpretGPUParams(detect_races=True)
+    chosen = gpu.index_topk(*mixed, topk=case.topk, groups=1, interpret=interpret)
+    check(case, mixed, chosen)
+    whole, _, _ = gpu.traffic(*packed, topk=case.topk)
+    read, _, _ = gpu.traffic(*mixed, topk=case.topk)
+    assert read > whole
+
+
+@pytest.mark.parametrize("capacity", [1024, 1032, 1030])
+def test_packed_keys_are_read_once_and_copied_only_for_alignment(capacity: int) -> None:
+    case = BY_NAME["nano-tree"]._replace(capacity=capacity, committed=(1000, 1, 70))
+    packed, plain = (gpu.traffic(*make(case, dtype), topk=32) for dtype in ("fp8", "bfloat16"))
+    copied = 3 * capacity * {1024: 0, 1032: 1, 1030: 33}[capacity]
+    saved = (1071 + 3 * case.own) * (2 * case.dim - case.dim - 1)
+    written = packed[1] - copied
+    assert packed[0] - copied == plain[0] - saved - (2 * 3 * capacity * 32 if capacity % 8 else 0)
+    assert written == plain[1] - (2 * 3 * capacity * 32 if capacity % 8 else 0)
+    assert packed[2] == plain[2] - saved
 
 
 @interpreted
