@@ -111,6 +111,11 @@ class Engine:
         """
         if run.stop and tokenizer is None:
             raise UsageError("stop strings need a tokenizer; leave stop out")
+        if run.max_len is not None and run.max_len > cfg.max_position_embeddings:
+            raise UsageError(
+                f"max_len {run.max_len} is above the {cfg.max_position_embeddings} positions of "
+                "the model; lower it or leave it out"
+            )
         check_impl(run.impl, interpret=run.interpret)
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
@@ -165,6 +170,7 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError(f"prompt {request.id!r} is text; without a tokenizer give ids")
             prompt = tuple(self.tokenizer.encode_chat(prompt, request.history))
+        prompt = tuple(prompt)  # a list or an array is checked as well
         if not prompt or min(prompt) < 0:
             raise UsageError(f"prompt {request.id!r} needs at least one token, and ids >= 0")
         check_token_ids([dataclasses.replace(request, prompt=prompt)], self.cfg.vocab_size)

@@ -187,10 +187,21 @@ NUMBERS = sorted(key for key, value in RAW.items() if type(value) in (int, float
 USED = [key for key in NUMBERS if key not in ("num_nextn_predict_layers", "num_key_value_heads")]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", sorted({kind_of(name) for name in TENSORS}))
+def test_a_weight_that_is_no_number_is_refused(tmp_path, kind, value):
+    name = next(name for name in TENSORS if kind_of(name) == kind)
+    if np.issubdtype(TENSORS[name].dtype, np.integer):
+        return  # integers are all finite
+    tensor = TENSORS[name].copy()
+    tensor.flat[-1] = value
+    assert f"{name} holds NaN or infinity" in refusal(write(tmp_path, **{name: tensor}))
+
+
 @pytest.mark.parametrize("key", USED)
 def test_any_setting_is_missed_and_its_type_is_checked(tmp_path, key):
     assert key in refusal(write(tmp_path, {key: None}))
-    for wrong in ("8", [8], True, float("nan"), float("inf"), -1):
+    for wrong in ("8", [8], True, float("nan"), float("inf"), -1, 10**400):
         line = refusal(write(tmp_path, {key: wrong}))
         assert key in line
         assert str(tmp_path / "config.json") in line

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 import pytest
 
 from jaxspec.engine import Engine
@@ -191,6 +192,8 @@ GOOD = Request(1, (2, 3))
         (Request(2, ()), "needs at least one token"),
         (Request(2, (3, -1)), "ids >= 0"),
         (Request(2, (3, VOCAB, 4)), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
+        (Request(2, [3, VOCAB, 4]), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
+        (Request(2, np.array([3, VOCAB])), f"token id {VOCAB}; the vocabulary ends"),
         (Request(2, "text"), "without a tokenizer"),
         (Request(2, (3,) * 65), "65 tokens, above the capacity of 64"),
         (Request(2, (3,) * 60), "from 1 to 5, not 14, at a capacity of 64"),
@@ -226,6 +229,9 @@ def test_no_requests_and_what_an_engine_cannot_be_made_of(toy, make_engine):
     assert (figures.rows, figures.tokens, figures.steps, figures.accepted_length) == (0, 0, 0, None)
     with pytest.raises(UsageError, match="stop strings need a tokenizer"):
         make_engine(stop=("a",))
+    most = toy.cfg.max_position_embeddings
+    with pytest.raises(UsageError, match=f"max_len {most + 1} is above the {most} positions"):
+        make_engine(max_len=most + 1)
 
 
 def test_a_model_without_an_mtp_block_cannot_draft(toy):

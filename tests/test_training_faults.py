@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,12 @@ import pytest
 
 from jaxspec.checkpoint import load_checkpoint
 from jaxspec.errors import UsageError
-from jaxspec.resources import packaged_config
+from jaxspec.resources import model_dir, packaged_config
+from jaxspec.text import Tokenizer
 from jaxspec.train import __main__ as command
+from jaxspec.train.data import read_documents
 from jaxspec.train.folder import RunFolder, open_folder
+from jaxspec.train.recipe import Recipe, read_recipe
 from tests.test_train import write_data
 from tests.training_process import FULL, MOMENTS, SECOND
 
@@ -329,3 +334,49 @@ def test_a_request_to_stop_is_followed_and_a_second_run_is_refused(site: Site, n
     assert "Traceback" not in err
     assert site.run(name).status == 0
     site.check(name)
+
+
+RECIPE = packaged_config("train/nano.toml")
+FIELDS = [field.name for field in dataclasses.fields(Recipe)]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_recipe_with_a_value_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
+    raw = tomllib.loads(RECIPE.read_text(encoding="utf-8"))
+    for wrong in ([], -1.5j, {}, None, 10**400, float("nan"), True):
+        with pytest.raises(UsageError, match=name) as error:
+            Recipe(**raw | {"repeat": tuple(raw["repeat"].items())} | {name: _frozen(wrong, name)})
+        assert "\n" not in str(error.value)
+
+
+def _frozen(value, name: str):
+    """What a recipe would be given: pairs in the place of a table."""
+    return (("gsm8k", value),) if name == "repeat" else value
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**63])
+def test_a_seed_that_no_key_can_be_made_of_is_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match=r"seed is .*it must be from 0 to"):
+        read_recipe(RECIPE, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "\xff", "response": "x"}',
+        b'{"prompt": 5, "response": "x"}',
+        b'{"prompt": "x", "response": null}',
+        b'{"prompt": "x", "response": "\\ud800"}',
+        b'{"prompt": "x", "response": "y", "history": [5]}',
+        b'{"prompt": "x", "response": "y", "history": 5}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b"",
+    ],
+    ids=range(8),
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"prompt": "x", "response": "y"}\n' + line + b"\n")
+    with pytest.raises(UsageError, match=r"train.jsonl:2 must be a JSON object") as error:
+        read_documents(path, Tokenizer.load(model_dir("nano")))
+    assert "\n" not in str(error.value)
