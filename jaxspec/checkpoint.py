@@ -93,7 +93,7 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
             raise UsageError(f"{index} is not a safetensors index with a weight_map") from None
     stored: dict[str, _Stored] = {}
     for file in files:
-        if not file.exists():
+        if not os.path.exists(file):
             named = f"it is named by {_INDEX}" if len(files) > 1 else "a model directory holds it"
             raise UsageError(f"{file} does not exist; {named}")
         try:

@@ -349,3 +349,22 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         save_checkpoint(tmp_path, params, cfg)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert same_bits(load_checkpoint(tmp_path)[0], params)
+
+
+@pytest.mark.parametrize("name", ["", ".", "x" * 5000, "x\0", "b.safetensors"])
+def test_an_index_of_a_file_that_cannot_be_is_refused(tmp_path, name):
+    write(tmp_path)
+    (tmp_path / TENSOR_FILE).unlink()
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "{", None], ids=["deep", "list", "cut", "dir"]
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    write(tmp_path)
+    (tmp_path / TENSOR_FILE).unlink()
+    index = tmp_path / INDEX_FILE
+    index.mkdir() if text is None else index.write_text(text)
+    assert "is not a safetensors index" in refusal(tmp_path)
