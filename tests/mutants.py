@@ -48,6 +48,7 @@ PLAINLY = "test_step.py::test_plain_decoding_is_the_loop_on_the_host"
 EMITS = "test_step.py::test_a_step_emits_the_path_that_plain_decoding_takes"
 LOSSLESS = "test_lossless.py::test_any_draft_gives_the_stream_and_the_state_of_plain_decoding"
 COMPILES = "test_one_program.py::test_a_run_compiles_each_phase_once_and_the_next_runs_nothing"
+MOVES = "test_one_writer.py::test_extend_moves_numbers_and_computes_none"
 COMMITS = "test_laws.py::test_a_commit_writes_the_accepted_rows_and_nothing_else"
 CHUNKS = "test_golden.py::test_in_chunks"
 NODES = "test_golden.py::test_as_trees_of_one_node"
@@ -318,6 +319,20 @@ _DRAFTING = (
 )
 
 _STATE = (
+    Mutant(
+        "a commit scales its rows",
+        CACHE,
+        'kv[path[jnp.maximum(depth, 0)]], mode="drop"',
+        'kv[path[jnp.maximum(depth, 0)]] * 1, mode="drop"',
+        MOVES,
+    ),
+    Mutant(
+        "a commit narrows its entries",
+        CACHE,
+        "store.at[place].set(new[row]",
+        "store.at[place].set(new[row].astype(jnp.bfloat16)",
+        MOVES,
+    ),
     Mutant(
         "ring slot one off",
         CACHE,

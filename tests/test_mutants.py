@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,29 @@ def test_faults_can_be_planted_and_their_tests_exist(mutant):
         file, _, name = test.partition("::")
         tree = ast.parse((ROOT / "tests" / file).read_text(encoding="utf-8"))
         assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+def killed_by(tests: set[str], mutants: Iterable[Mutant]) -> str:
+    """Names of the faults that one of these tests has to find, in the order of the list."""
+    return "; ".join(mutant.name for mutant in mutants if tests & set(mutant.tests.split()))
+
+
+def test_the_readme_says_which_faults_each_law_kills():
+    """Its first column is a law of the table of laws, or a file of tests for what is left."""
+    readme = (ROOT / "tests" / "README.md").read_text(encoding="utf-8")
+    laws = {}
+    for line in readme.partition("## The eight laws")[2].partition("\n## ")[0].splitlines():
+        if found := re.match(r"\| (\d) \|", line):
+            laws[found[1]] = set(re.findall(r"`([\w/]+\.py::\w+)`", line))
+    assert len(laws) == 8
+    want = {law: killed_by(tests, MUTANTS) for law, tests in laws.items()}
+    named = set().union(*laws.values())
+    rest = [mutant for mutant in MUTANTS if not named & set(mutant.tests.split())]
+    for file in sorted({mutant.tests.partition("::")[0] for mutant in rest}):
+        want[f"`{file}`"] = "; ".join(m.name for m in rest if m.tests.startswith(f"{file}::"))
+    assert all(want.values())
+    table = readme.partition("## Planted faults")[2].partition("\n## ")[0]
+    assert re.findall(r"^\| ([`\d].*?) \| (.*) \|$", table, re.M) == list(want.items())
 
 
 def run_copy(folder: Path, tests: list[str]) -> subprocess.CompletedProcess[str]:

@@ -84,7 +84,10 @@ def is_at(node: ast.AST) -> bool:
 
 
 def is_pallas_import(node: ast.AST) -> bool:
-    return isinstance(node, ast.ImportFrom) and (node.module or "").startswith("jax.experimental")
+    return isinstance(node, ast.ImportFrom) and (
+        (node.module or "").startswith("jax.experimental.pallas")
+        or (node.module == "jax.experimental" and "pallas" in {name.name for name in node.names})
+    )
 
 
 def is_buffer(node: ast.AST) -> bool:

@@ -33,7 +33,9 @@ def test_the_embedded_model_is_profiled(capsys) -> None:
     for scope in ("hyper", "compress", "attention", "moe", "head"):
         assert profile_step.STAGES[scope] in printed
     numbers = [float(n) for n in re.findall(r"\| ([0-9.]+) \|", printed)]
-    assert all(number > 0 for number in numbers)
+    # A stage may take less than the last digit printed; all together do not.
+    assert len(numbers) > 4
+    assert sum(numbers) > 0
     floor = re.search(r"Floor ([0-9.]+) ms: ([0-9.]+) MB of weights, ([0-9.]+) MB", printed)
     assert floor is not None
     assert all(float(figure) > 0 for figure in floor.groups())

@@ -1,4 +1,4 @@
-"""The routed experts on CPUs: reads only the experts in use.
+"""The routed experts on CPUs: with few pairs it reads only the experts in use.
 
 The pairs of a row and one of its experts are sorted by expert. A pair is one column of a product,
 so its arithmetic does not depend on its mates. Two forms, after what XLA makes of them:

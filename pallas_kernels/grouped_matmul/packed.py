@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array
+
+from pallas_kernels.e8m0 import exponent_for, power
 
 FP8_BLOCK = 128  # rows and columns that share a scale
 FP4_GROUP = 32  # inputs that share a scale
@@ -48,17 +50,17 @@ def pack_fp8(w: Array) -> Fp8Weights:
     short = [size * FP8_BLOCK - n for size, n in zip(blocks, (rows, columns), strict=True)]
     padded = jnp.pad(w, [(0, 0), (0, short[0]), (0, short[1])])
     tiles = padded.reshape(experts, blocks[0], FP8_BLOCK, blocks[1], FP8_BLOCK)
-    exponent = _exponent(jnp.abs(tiles).max((2, 4)), E4M3_MAX)
-    value = tiles * jnp.exp2(-exponent)[:, :, None, :, None]
+    exponent = exponent_for(jnp.abs(tiles).max((2, 4)), E4M3_MAX)
+    value = tiles * power(-exponent)[:, :, None, :, None]
     value = value.reshape(padded.shape)[:, :rows, :columns].astype(jnp.float8_e4m3fn)
-    return Fp8Weights(value, jnp.exp2(exponent).astype(jnp.float8_e8m0fnu))
+    return Fp8Weights(value, power(exponent).astype(jnp.float8_e8m0fnu))
 
 
 def pack_fp4(w: Array) -> Fp4Weights:
     """Rounds `[X, out, in]` to the nearest, ties to even; `in` is a multiple of 32."""
     groups = w.astype(jnp.float32).reshape(*w.shape[:-1], -1, FP4_GROUP)
-    exponent = _exponent(jnp.abs(groups).max(-1), E2M1_MAX)
-    value = (groups * jnp.exp2(-exponent)[..., None]).reshape(w.shape)
+    exponent = exponent_for(jnp.abs(groups).max(-1), E2M1_MAX)
+    value = (groups * power(-exponent)[..., None]).reshape(w.shape)
     size = jnp.abs(value)
     # Between 0, .5, 1, 1.5, 2, 3, 4, 6 the midpoints go to the code whose last bit is 0.
     code = jnp.zeros(w.shape, jnp.uint8)
@@ -67,10 +69,5 @@ def pack_fp4(w: Array) -> Fp4Weights:
         code += beyond.astype(jnp.uint8)
     code |= jnp.signbit(value).astype(jnp.uint8) << 3
     return Fp4Weights(
-        code[..., ::2] | code[..., 1::2] << 4, jnp.exp2(exponent).astype(jnp.float8_e8m0fnu)
+        code[..., ::2] | code[..., 1::2] << 4, power(exponent).astype(jnp.float8_e8m0fnu)
     )
-
-
-def _exponent(largest: Any, top: float) -> Any:
-    """Of the least power of two by which `largest` must be divided to be `top` or less."""
-    return jnp.ceil(jnp.log2(jnp.maximum(largest, top * 2.0**-126) / top))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
@@ -32,6 +32,7 @@ from pallas_kernels.grouped_matmul.tpu_weights import WeightTile, multiply, spli
 
 __all__ = ["grouped_matmul", "traffic"]
 
+LANES = 128
 PACKED = (Fp8Weights, Fp4Weights)
 Operands = tuple[Array, Triple, tuple[Array, Array, Array]]
 
@@ -132,8 +133,9 @@ def _run(rows: Array, weights: Triple, places: Places, plan: Plan, limit: float)
             operands.append(leaf)
             specs.append(spec)
     packed = isinstance(weights[0], PACKED)
+    turned = tuple(_is_turned(w) for w in weights)
     return pl.pallas_call(
-        functools.partial(_kernel, plan=plan, limit=limit, packed=packed),
+        functools.partial(_kernel, plan=plan, limit=limit, packed=packed, turned=turned),
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=1,
             grid=(jnp.maximum(places.used, 1), plan.blocks),
@@ -158,40 +160,48 @@ def _weight_blocks(w: Weights, plan: Plan, down: bool) -> list[tuple[Array, pl.B
     def block(leaf: Array, parts: int) -> tuple[Array, pl.BlockSpec]:
         shape = [1, *leaf.shape[1:]]
         shape[1 + down] //= parts
-        index = (
-            (lambda t, i, expert: (expert[t], 0, i % parts))
-            if down
-            else (lambda t, i, expert: (expert[t], i % parts, 0))
-        )
+
+        def index(t: Any, i: Any, expert: Any) -> Any:
+            part = i if parts > 1 else 0
+            return (expert[t], 0, part) if down else (expert[t], part, 0)
+
         return leaf, pl.BlockSpec(tuple(shape), index)
 
     if not isinstance(w, PACKED):
         return [block(w, plan.blocks)]
-    scale = lax.bitcast_convert_type(w.scale, jnp.uint8)
+    scale = w.scale.swapaxes(1, 2) if _is_turned(w) else w.scale
     # Scales of e2m1 follow the rows of w1 and w3; the other ones are few, and come whole.
-    by_row = isinstance(w, Fp4Weights) and not down
+    by_row = isinstance(w, Fp4Weights) and not down and not _is_turned(w)
     return [block(w.value, plan.blocks), block(scale, plan.blocks if by_row else 1)]
 
 
-def _kernel(expert: Any, x: Any, *refs: Any, plan: Plan, limit: float, packed: bool) -> None:
+def _is_turned(w: Weights) -> bool:
+    """Whether scales have the weights' rows in their lanes: always where groups fill none.
+
+    XLA lays such an array out in this way, and would copy the scales of all experts otherwise.
+    """
+    return isinstance(w, Fp4Weights) and w.scale.shape[2] < LANES <= w.scale.shape[1]
+
+
+def _kernel(
+    expert: Any, x: Any, *refs: Any, plan: Plan, limit: float, packed: bool, turned: Any
+) -> None:
     """One block of the hidden width of one tile of rows."""
-    *weights, y, gate, up = refs
+    *leaves, y, gate, up = refs
     first = pl.program_id(1) * plan.block
-    if packed:
-        pairs = list(zip(weights[::2], weights[1::2], strict=True))
-    else:
-        pairs = [(ref, None) for ref in weights]
-    for (value, scale), out in zip(pairs[:2], (gate, up), strict=True):
-        multiply(x[...], WeightTile(value, scale, row=first), functools.partial(_put, out))
+    scales = leaves[1::2] if packed else [None] * 3
+    values = leaves[::2] if packed else leaves
+    w1, w3, w2 = (WeightTile(*parts) for parts in zip(values, scales, turned, strict=True))
+    for w, out in ((w1, gate), (w3, up)):
+        multiply(x[...], w._replace(row=first), functools.partial(_put, out))
     hidden = _activate(gate[...], up[...], limit)
-    down = WeightTile(*pairs[2], column=first)
     if x.dtype != jnp.float32:
         # The rest of the rounding to bfloat16 goes along as rows of their own: the weights, which
         # take the time of a product with few rows, pass once.
         high = hidden.astype(x.dtype)
         low = (hidden - high.astype(jnp.float32)).astype(x.dtype)
         hidden = jnp.concatenate([high, low], axis=0)
-    if down.kind == "fp4":
+    if w2.kind == "fp4":
         hidden = split_parity(hidden)
 
     @pl.when(first == 0)
@@ -202,7 +212,7 @@ def _kernel(expert: Any, x: Any, *refs: Any, plan: Plan, limit: float, packed: b
         parts = part.reshape(-1, plan.rows, part.shape[1])
         y[:, pl.ds(column, part.shape[1])] += parts.sum(0)
 
-    multiply(hidden, down, add)
+    multiply(hidden, w2._replace(column=first), add)
 
 
 def _put(out: Any, column: Any, part: Array) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ import numpy as np
 from jax import Array
 
 from pallas_kernels.grouped_matmul.packed import Fp4Weights, Weights
+from pallas_kernels.memory import nbytes
 
 LEAST_ROWS, MOST_ROWS = 16, 128  # of a tile: a register of packed bfloat16; what costs no time
 VMEM_LIMIT = 56 << 20  # bytes; a 7x has 64 MiB, the other generations 128 MiB
@@ -64,7 +65,7 @@ def traffic(
     the rows sorted before it and gathered after it. The fewest are the weights of the experts in
     use, the rows and the routing read once, and the result written once.
     """
-    expert, weight, live = routing
+    expert, _, live = routing
     plan = make_plan(weights, expert.shape, block_bytes)
     experts = weights[0].shape[0]
     if isinstance(expert, jax.ShapeDtypeStruct):
@@ -72,22 +73,18 @@ def traffic(
     else:
         count = np.bincount(np.asarray(expert)[np.asarray(live)].ravel(), minlength=experts)
     tiles = -(-count // plan.rows)
-    each = sum(_bytes(w) for w in weights) // experts
+    each = nbytes(weights) // experts
     # With one block of the hidden width a second tile of an expert finds its weights in VMEM.
     reads = int(tiles.sum()) if plan.blocks > 1 else int((count > 0).sum())
     row = plan.width * (4 if x.dtype == jnp.float32 else 2)
     places, used = plan.tiles * plan.rows, int(tiles.sum()) * plan.rows
     out = x.shape[0] * plan.width * 4
-    rest = sum(_bytes(leaf) for leaf in (expert, weight, live))
-    fewest = int((count > 0).sum()) * each + _bytes(x) + rest + out
+    rest = nbytes(routing)
+    fewest = int((count > 0).sum()) * each + nbytes(x) + rest + out
     read = reads * each + (places + used) * row + expert.size * plan.width * 4 + rest
     return read, places * row + used * plan.width * 4 + out, fewest
 
 
 def value_bytes(w: Weights) -> int:
     """Bytes of weights without their scales."""
-    return _bytes(jax.tree.leaves(w)[0])
-
-
-def _bytes(x: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))
+    return nbytes(jax.tree.leaves(w)[0])

@@ -23,8 +23,9 @@ class WeightTile(NamedTuple):
     """Refs of a tile of one expert's weights, and where it starts."""
 
     value: Any  # [1, R, in]; e2m1 holds two inputs in a byte
-    scale: Any  # [1, ...] uint8 exponents of e8m0, or None
-    row: Any = 0  # of the expert's weights; scales of e2m1 begin there too
+    scale: Any  # [1, ...] e8m0, or None
+    turned: bool = False  # scales of e2m1 have all rows in their lanes; else the tile's in sublanes
+    row: Any = 0
     column: Any = 0
 
     @property
@@ -91,7 +92,7 @@ def _dot(x: Array, w: Array) -> Array:
 
 def _fp8_chunks(w: WeightTile, size: int) -> Callable[[Any], list[Array]]:
     """Unpacks chunks of `size` rows in e4m3, given the first row in the tile."""
-    scale = _power(w.scale[0])
+    scale = w.scale[0]
     columns = w.value.shape[2]
     spread = _belongs((scale.shape[1], columns), 0, w.column, FP8_BLOCK)
     wide = _sum_of_one(scale, spread)
@@ -106,12 +107,16 @@ def _fp8_chunks(w: WeightTile, size: int) -> Callable[[Any], list[Array]]:
 
 def _fp4_chunks(w: WeightTile, size: int) -> Callable[[Any], list[Array]]:
     """Unpacks chunks of `size` rows in e2m1, even and odd inputs apart."""
-    groups, pairs = w.scale.shape[2], w.value.shape[2]
+    groups, pairs = w.scale.shape[1 if w.turned else 2], w.value.shape[2]
     spread = _belongs((groups, pairs), 0, w.column // 2, FP4_GROUP // 2)
 
     def unpack(first: Any) -> list[Array]:
         rows = pl.ds(first, size)
-        scale = _sum_of_one(_power(w.scale[0, rows]), spread)
+        if w.turned:
+            lanes = pl.ds(pl.multiple_of(w.row + first, size), size)
+            scale = _sum_of_one(w.scale[0, :, lanes], spread, axis=0)
+        else:
+            scale = _sum_of_one(w.scale[0, rows], spread)
         code = w.value[0, rows].astype(jnp.int32)
         return [_e2m1(code & 15) * scale, _e2m1(code >> 4) * scale]
 
@@ -130,12 +135,6 @@ def _e2m1(code: Array) -> Array:
     return jnp.where(code >= 8, -value, value)
 
 
-def _power(exponent: Array) -> Array:
-    """Powers of two from the bytes of e8m0, in bfloat16: exact from 2^-126 on, and 0 below."""
-    bits = exponent.astype(jnp.int32) << 23
-    return pltpu.bitcast(bits, jnp.float32).astype(jnp.bfloat16)
-
-
 def _belongs(shape: tuple[int, int], axis: int, first: Any, size: int) -> Array:
     """One where the index along `axis` is the group of `size` that the other index lies in.
 
@@ -145,9 +144,11 @@ def _belongs(shape: tuple[int, int], axis: int, first: Any, size: int) -> Array:
     return jnp.where(group == (first + place) // size, 1.0, 0.0).astype(jnp.bfloat16)
 
 
-def _sum_of_one(a: Array, b: Array) -> Array:
-    """Product in which every sum has one term that is not 0, so that bfloat16 is exact.
+def _sum_of_one(a: Array, b: Array, axis: int = 1) -> Array:
+    """Product over `axis` of `a` and the first of `b`, in float32.
 
-    Gives float32, or bfloat16 where it is the left factor of another such product.
+    Every sum has one term that is not 0, a power of two, so bfloat16 is exact.
     """
-    return lax.dot(a, b.astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    over = (((axis,), (0,)), ((), ()))
+    a, b = (x.astype(jnp.float32).astype(jnp.bfloat16) for x in (a, b))
+    return lax.dot_general(a, b, over, preferred_element_type=jnp.float32)

@@ -2,24 +2,23 @@
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.index_topk.gpu_choice import BLOCK, WORD, choose
+from pallas_kernels.hopper import SMS, check_interpreter
+from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
 from pallas_kernels.index_topk.gpu_scores import GROUPS, TILE, Operands, Shape, orders
 from pallas_kernels.index_topk.packed import PackedKeys, unpack_keys, values
+from pallas_kernels.memory import nbytes
+from pallas_kernels.words import WORD, leading
 
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
-SMS = 132
-"""Streaming multiprocessors of an H100 or H200, each of which holds one block of threads."""
 CHUNK_BYTES = 128 << 10
 """Shared memory for the queries of the nodes that share a pass over the keys."""
 
@@ -52,15 +51,14 @@ def index_topk(
     Raises:
         ValueError: a dtype or size that the kernels do not take.
     """
-    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
-        raise ValueError("this jax's interpreter of GPU kernels transposes no operand; 0.12's does")
+    check_interpreter(interpret)
     keys = _plain(entries.keys), _plain(entries.own)
     _check(q, *keys)
     capacity, own = keys[0].shape[1], keys[1].shape[1]
     count = jnp.minimum(entries.committed, capacity)
     words = -(-capacity // WORD)
-    there = jnp.broadcast_to(_below(count, words)[:, None], (*q.shape[:2], words))
-    mine = entries.own_bits & _below(jnp.array([own]), entries.own_bits.shape[2])
+    there = jnp.broadcast_to(leading(count, words)[:, None], (*q.shape[:2], words))
+    mine = entries.own_bits & leading(jnp.array([own]), entries.own_bits.shape[2])
     if capacity + own <= topk:
         return there, mine
     tiles = jnp.stack([-(-count // TILE), -(-count // TILE) + -(-own // TILE)], axis=-1)
@@ -104,7 +102,7 @@ def traffic(
     committed = np.full(batch, capacity)
     if not isinstance(entries.committed, jax.ShapeDtypeStruct):
         committed = np.asarray(entries.committed)
-    small = _bytes((q, weight, entries.own, entries.own_bits, entries.committed))
+    small = nbytes((q, weight, entries.own, entries.own_bits, entries.committed))
     results = 4 * batch * nodes * (-(-capacity // WORD) - (-own // WORD))
     packed = isinstance(entries.keys, PackedKeys)
     fewest = small + results + int(committed.sum()) * (dim + 1 if packed else 2 * dim)
@@ -117,13 +115,9 @@ def traffic(
     written = 4 * nodes * tiles * TILE + 4 * nodes * tiles * 2
     read, written = read + written + results, written + 2 * results
     if packed or capacity % 8:
-        read += _bytes(entries.keys)
+        read += nbytes(entries.keys)
         written += batch * capacity * 2 * dim
     return read, written, fewest
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
 def _chunk(nodes: int, heads: int, dim: int) -> int:
@@ -175,10 +169,3 @@ def _place(words: Array, mine: Array, offset: Array) -> Array:
     own = jnp.take_along_axis(mine, jnp.clip(index, 0, mine.shape[2] - 1)[:, None], axis=2)
     here = (index >= 0) & (index < mine.shape[2])
     return words | jnp.where(here[:, None], own, jnp.uint32(0))
-
-
-def _below(count: Array, words: int) -> Array:
-    """Words of which the first `count [B]` bits are set, `[B, words]`."""
-    left = jnp.clip(count[:, None] - WORD * jnp.arange(words), 0, WORD)
-    some = (jnp.uint32(1) << (left % WORD).astype(jnp.uint32)) - 1
-    return jnp.where(left == WORD, jnp.uint32(0xFFFFFFFF), some)

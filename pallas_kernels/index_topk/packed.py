@@ -7,6 +7,8 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.e8m0 import exponent_for, power
+
 E4M3_MAX = 448.0
 
 
@@ -24,14 +26,10 @@ class PackedKeys(NamedTuple):
 def pack_keys(keys: Array) -> PackedKeys:
     """Rounds `[B, C, ci]` keys; the scale is the least that keeps a key within e4m3's range."""
     keys = keys.astype(jnp.float32)
-    # The floor keeps the scale's exponent in e8m0's range and the key of zeros at zero.
-    largest = jnp.maximum(jnp.abs(keys).max(-1), 1e-4)
-    exponent = jnp.ceil(jnp.log2(largest / E4M3_MAX))
-    value = keys * jnp.exp2(-exponent)[..., None]
-    return PackedKeys(
-        value=jnp.clip(value, -E4M3_MAX, E4M3_MAX).astype(jnp.float8_e4m3fn),
-        scale=jnp.exp2(exponent).astype(jnp.float8_e8m0fnu),
-    )
+    # The floor keeps scales of keys near zero far from the end of float32.
+    exponent = exponent_for(jnp.maximum(jnp.abs(keys).max(-1), 1e-4), E4M3_MAX)
+    value = keys * power(-exponent)[..., None]
+    return PackedKeys(value.astype(jnp.float8_e4m3fn), power(exponent).astype(jnp.float8_e8m0fnu))
 
 
 def unpack_keys(keys: Array | PackedKeys) -> Array:

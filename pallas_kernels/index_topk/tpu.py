@@ -30,6 +30,7 @@ from pallas_kernels.index_topk.tpu_bisection import (
     unpack_chunk,
 )
 from pallas_kernels.index_topk.tpu_plan import VMEM_LIMIT, Plan, make_plan, traffic
+from pallas_kernels.words import WORD, leading
 
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
@@ -263,12 +264,6 @@ def _at_least_one(x: Any, axis: int) -> Any:
 def _all_visible(entries: IndexKeys, nodes: int) -> tuple[Array, Array]:
     """The selection where all entries together are no more than are chosen."""
     capacity, own = (values(keys).shape[1] for keys in (entries.keys, entries.own))
-    seen = jnp.broadcast_to(entries.committed[:, None, None], (len(entries.committed), nodes, 1))
-    return _leading_bits(seen, capacity), entries.own_bits & _leading_bits(jnp.int32(own), own)
-
-
-def _leading_bits(count: Array, size: int) -> Array:
-    """Words of `size` bits of which the first `count` are set."""
-    left = jnp.clip(count - 32 * jnp.arange(pl.cdiv(size, 32)), 0, 32)
-    ones = jnp.uint32(2**32 - 1) >> (32 - jnp.maximum(left, 1)).astype(jnp.uint32)
-    return jnp.where(left > 0, ones, 0)
+    seen = jnp.broadcast_to(entries.committed[:, None], (len(entries.committed), nodes))
+    ours = leading(jnp.int32(own), pl.cdiv(own, WORD))
+    return leading(seen, pl.cdiv(capacity, WORD)), entries.own_bits & ours

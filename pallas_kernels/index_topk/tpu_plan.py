@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import jax
 import numpy as np
@@ -12,6 +11,7 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels.index_topk.packed import PackedKeys, values
 from pallas_kernels.index_topk.tpu_bisection import CHUNK, GROUP, PLACES, SPAN
+from pallas_kernels.memory import nbytes
 
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
@@ -95,12 +95,12 @@ def traffic(
     if not isinstance(entries.committed, jax.ShapeDtypeStruct):
         committed = np.asarray(entries.committed)
     key = plan.dim * values(entries.keys).dtype.itemsize
-    once = sum(_bytes(x) for x in (q, weight, entries.own, entries.own_bits, entries.committed))
+    once = nbytes((q, weight, entries.own, entries.own_bits, entries.committed))
     written = 4 * batch * plan.nodes * sum(plan.words)
     scale = int(isinstance(entries.keys, PackedKeys))
     fewest = once + written + int(committed.sum()) * (key + scale)
     if sum(sizes) <= topk:  # no kernel runs
-        return _bytes(entries.own_bits), written, fewest
+        return nbytes(entries.own_bits), written, fewest
     tiles = np.maximum(-(-committed // plan.tile), 1)
     passes = np.where(tiles > 1, plan.node_tiles, 1)  # a tile that stays is not read again
     rows = int((np.minimum(tiles * plan.tile, plan.capacity) * passes).sum())
@@ -108,7 +108,3 @@ def traffic(
     # sublanes of which one is in use.
     layout = scale * batch * plan.capacity
     return once + rows * (key + 4 * scale) + layout, written + 4 * layout, fewest
-
-
-def _bytes(x: Any) -> int:
-    return sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(x))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.e8m0 import exponent_for, power
 from pallas_kernels.tree_attention.sources import (
     FP8_GROUP,
     Bf16Words,
@@ -18,18 +19,17 @@ def quantise(entries: Array, rotary: int) -> Fp8Entries:
     """Rounds entries `[B, C, K]` to FP8, all but their last `rotary` dims.
 
     The scale of a group is the least power of two that brings its largest value (1e-4 at the least)
-    within the 448 of e4m3; the exponent is read from the float's bits, so it is exact.
+    within the 448 of e4m3.
     """
     whole = entries[..., : entries.shape[-1] - rotary].astype(jnp.float32)
     dims = whole.shape[-1]
     groups = -(-dims // FP8_GROUP)
     padded = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, groups * FP8_GROUP - dims)])
     largest = jnp.abs(padded.reshape(*whole.shape[:-1], groups, FP8_GROUP)).max(-1)
-    fraction, exponent = jnp.frexp(jnp.maximum(largest, 1e-4) / 448)
-    exponent = jnp.where(fraction == 0.5, exponent - 1, exponent)  # a power of two is its own bound
-    scale = jnp.repeat(jnp.ldexp(jnp.float32(1), exponent), FP8_GROUP, axis=-1)[..., :dims]
+    exponent = exponent_for(jnp.maximum(largest, 1e-4), 448)
+    inverse = jnp.repeat(power(-exponent), FP8_GROUP, axis=-1)[..., :dims]
     return Fp8Entries(
-        values=(whole / scale).astype(jnp.float8_e4m3fn),
+        values=(whole * inverse).astype(jnp.float8_e4m3fn),
         scale=(exponent + 127).astype(jnp.uint8),
         rotary=entries[..., dims:].astype(jnp.bfloat16),
     )

@@ -6,8 +6,8 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax import Array
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.hopper import check_interpreter
 from pallas_kernels.tree_attention import gpu_kernel
 from pallas_kernels.tree_attention.forms import dequantise
 from pallas_kernels.tree_attention.gpu_layout import LOG2E, TILE, Operands, Results, Shape
@@ -56,8 +56,7 @@ def tree_attention(
     Raises:
         ValueError: a dtype or size that the kernel does not take.
     """
-    if interpret and not hasattr(plgpu, "InterpretGPUParams"):
-        raise ValueError("this jax's interpreter of GPU kernels transposes no operand; 0.12's does")
+    check_interpreter(interpret)
     committed = _readable(committed)
     _check(q, committed, own)
     batch, nodes, heads, width = q.shape

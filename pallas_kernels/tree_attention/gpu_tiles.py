@@ -12,13 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.hopper import SMS
 from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, warpgroups
 from pallas_kernels.tree_attention.gpu_union import gathers, union
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
+from pallas_kernels.words import WORD, leading, merge, pack
 
-WORD = 32
-SMS = 132
-"""Streaming multiprocessors of an H100 or H200, each of which holds one block of threads."""
 LEAST_STEPS = 4
 """Steps of a split at the least: a block of threads first fetches its queries."""
 
@@ -46,20 +45,20 @@ def tiles_of(committed: Committed, own: Own, position: Array, mode: str) -> Tile
     newest = committed.length[:, None] - 1
     held = newest - (newest - jnp.arange(window)) % window
     ring = (held >= 0)[:, None] & (held[:, None] > oldest)
-    near = _pack(own.row_position[:, None] > oldest)
+    near = pack(own.row_position[:, None] > oldest)
     if own.row_bits is None:
-        mine = near & _pack(jnp.arange(rows) <= jnp.arange(position.shape[1])[:, None])
+        mine = near & pack(jnp.arange(rows) <= jnp.arange(position.shape[1])[:, None])
     else:
         mine = near & own.row_bits
     sources: list[Any] = [committed.ring, own.rows]
-    words = [_pack(ring), mine]
-    valid = [_pack(held >= 0), _any(mine)]
+    words = [pack(ring), mine]
+    valid = [pack(held >= 0), merge(mine, 1)]
     if committed.entries is not None:
         entries, every, there = _entries(committed, position.shape[1], mode)
-        ours = own.entry_bits & _below(jnp.array([rows_of(own.entries)]), own.entry_bits.shape[2])
+        ours = own.entry_bits & leading(jnp.array([rows_of(own.entries)]), own.entry_bits.shape[2])
         sources += [entries, own.entries]
         words += [every, ours]
-        valid += [there, _any(ours)]
+        valid += [there, merge(ours, 1)]
     starts, padded = [0], []
     for source in sources:
         starts.append(starts[-1] + -(-rows_of(source) // TILE))
@@ -79,15 +78,15 @@ def _entries(committed: Committed, nodes: int, mode: str) -> tuple[Any, Array, A
     """Committed entries or the union of those selected; who sees what; what holds anything."""
     capacity = rows_of(committed.entries)
     count = jnp.minimum(committed.length // committed.ratio, capacity)
-    there = _below(count, -(-capacity // WORD))
+    there = leading(count, -(-capacity // WORD))
     every = jnp.broadcast_to(there[:, None], (there.shape[0], nodes, there.shape[1]))
     if committed.selected is not None:
         every = every & committed.selected
     if not gathers(committed, nodes, mode):
         return committed.entries, every, there
     found = union(committed, every)
-    words = _pack(found.seen)
-    return found.entries, words, _below(found.held, words.shape[-1])
+    words = pack(found.seen)
+    return found.entries, words, leading(found.held, words.shape[-1])
 
 
 def lists_of(words: Array, heads: int) -> Lists:
@@ -137,23 +136,3 @@ def _whole(source: Any) -> Any:
         scale = jnp.pad(source.scale, [(0, 0), (0, -rows_of(source) % 16), (0, 0)])
         return Fp8Source(_whole(source.values), scale.swapaxes(1, 2), _whole(source.rotary))
     return jnp.pad(source, [(0, 0), (0, -source.shape[1] % 8), (0, 0)])
-
-
-def _pack(mask: Array) -> Array:
-    size = mask.shape[-1]
-    padded = jnp.pad(mask, [(0, 0)] * (mask.ndim - 1) + [(0, -size % WORD)])
-    every = padded.reshape(*mask.shape[:-1], -1, WORD).astype(jnp.uint32)
-    return (every << jnp.arange(WORD, dtype=jnp.uint32)).sum(-1, dtype=jnp.uint32)
-
-
-def _any(words: Array) -> Array:
-    """The union over nodes, `[B, N, words]` to `[B, words]`."""
-    bits = (words[..., None] >> jnp.arange(WORD, dtype=jnp.uint32)) & 1
-    return _pack(bits.any(1).reshape(words.shape[0], -1))
-
-
-def _below(count: Array, words: int) -> Array:
-    """Words of which the first `count [B]` bits are set, `[B, words]`."""
-    left = jnp.clip(count[:, None] - WORD * jnp.arange(words), 0, WORD)
-    some = (jnp.uint32(1) << (left % WORD).astype(jnp.uint32)) - 1
-    return jnp.where(left == WORD, jnp.uint32(0xFFFFFFFF), some)

@@ -9,9 +9,9 @@ import jax
 import numpy as np
 from jax import Array
 
+from pallas_kernels.memory import nbytes
 from pallas_kernels.tree_attention.gpu_layout import TILE
 from pallas_kernels.tree_attention.gpu_tiles import (
-    WORD,
     default_splits,
     padded_heads,
     rows_of,
@@ -19,6 +19,7 @@ from pallas_kernels.tree_attention.gpu_tiles import (
 )
 from pallas_kernels.tree_attention.gpu_union import gathers
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
+from pallas_kernels.words import WORD
 
 
 def traffic(
@@ -39,12 +40,12 @@ def traffic(
     partial results of splits may too, but these are counted.
     """
     batch, nodes, heads, width = q.shape
-    least = _bytes((q, sink, position, own, committed.length)) + 4 * math.prod(q.shape)
+    least = nbytes((q, sink, position, own, committed.length)) + 4 * math.prod(q.shape)
     ring = np.minimum(_known(committed.length, batch, 1 << 30), committed.ring.shape[1])
     least += int(ring.sum()) * width * committed.ring.dtype.itemsize
     rows = batch * nodes * padded_heads(heads)
     tiles = sum(-(-x.shape[1] // TILE) for x in (committed.ring, own.rows))
-    read = _bytes((q, sink, position, own, committed.length, committed.ring))
+    read = nbytes((q, sink, position, own, committed.length, committed.ring))
     written = 0
     if committed.entries is not None:
         capacity = jax.tree.leaves(committed.entries)[0].shape[1]
@@ -53,7 +54,7 @@ def traffic(
         entry = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(committed.entries))
         seen, touched = counts, -(-counts // TILE) * TILE
         if committed.selected is not None:
-            read += _bytes(committed.selected)
+            read += nbytes(committed.selected)
             least += 4 * nodes * int((-(-counts // WORD)).sum())
             seen, touched = _touched(committed, nodes, counts)
         least += int(seen.sum()) * entry
@@ -106,7 +107,3 @@ def _known(lengths: Any, batch: int, otherwise: int) -> np.ndarray:
     if isinstance(lengths, jax.ShapeDtypeStruct):
         return np.full(batch, otherwise)
     return np.asarray(lengths)
-
-
-def _bytes(tree: Any) -> int:
-    return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(tree))

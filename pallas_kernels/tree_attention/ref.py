@@ -52,11 +52,13 @@ class Source(NamedTuple):
 
 
 def source(q: Array, keys: Array, mask: Array) -> Source:
+    """Keys `[B, M, K]` under a mask `[B, N, M]`, which may hold anything where nobody sees them."""
     seen = _seen(keys, mask)
     return Source(scores(q, seen, mask), partial(weighted_sum, seen))
 
 
 def weighted_sum(keys: Array, weight: Array) -> Array:
+    """Keys `[B, M, K]`, which are values too, under weights `[B, N, H, M]`: `[B, N, H, K]`."""
     return jnp.einsum(
         "bnhm,bmk->bnhk", weight.astype(keys.dtype), keys, preferred_element_type=jnp.float32
     )

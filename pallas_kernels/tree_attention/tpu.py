@@ -3,7 +3,7 @@
 The grid is (sequence, tile of nodes, step). Step 0 takes the ring and the block's own rows and
 entries, the steps after it committed entries: *stream* takes them in order, a tile a step, up to
 the last that is committed; *gather* fetches only what some node of the tile selects. Which of the
-two is a static choice by bytes, see `plan.py`.
+two is a static choice by bytes, see `tpu_plan.py`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,14 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention import tile
-from pallas_kernels.tree_attention.fetch import Fetch
-from pallas_kernels.tree_attention.operands import Operands, operands
-from pallas_kernels.tree_attention.plan import ALIGN, WORD, Plan, choose, rows_of
+from pallas_kernels.dispatch import target_platform
+from pallas_kernels.tree_attention import tpu_tile as tile
 from pallas_kernels.tree_attention.sources import Committed, Own
-from pallas_kernels.tree_attention.traffic import traffic
+from pallas_kernels.tree_attention.tpu_fetch import Fetch
+from pallas_kernels.tree_attention.tpu_operands import Operands, operands
+from pallas_kernels.tree_attention.tpu_plan import ALIGN, LANES, Plan, choose, rows_of
+from pallas_kernels.tree_attention.tpu_traffic import traffic
+from pallas_kernels.words import WORD
 
 __all__ = ["traffic", "tree_attention"]
 
@@ -68,19 +70,13 @@ def tree_attention(
     return out.reshape(batch, nodes, heads + spare, dim)[:, :, :heads]
 
 
-def _is_for_tpu() -> bool:
-    """Whether the program at hand is compiled for a TPU; else its kernels are interpreted."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return (jax.default_backend() if device is None else device.platform) == "tpu"
-
-
 def _call(plan: Plan, given: Operands) -> Array:
     rows, gather = plan.node_tile * plan.heads, plan.walk.gather
     scratch = [pltpu.VMEM((rows, 1), jnp.float32), pltpu.VMEM((rows, 1), jnp.float32)]
     if gather:
         scratch += Fetch.scratch(plan.walk, plan.node_tile, given.blocks["entries"][0])
     return pl.pallas_call(
-        functools.partial(_kernel, plan, tuple(given.blocks), not _is_for_tpu()),
+        functools.partial(_kernel, plan, tuple(given.blocks), target_platform() != "tpu"),
         out_shape=jax.ShapeDtypeStruct(
             (plan.batch, plan.nodes * plan.heads, plan.dim), jnp.float32
         ),
@@ -218,7 +214,7 @@ def _streamed_mask(plan: Plan, ref: Refs) -> Array:
     if "selected" not in ref:
         return jnp.ones((plan.node_tile, walk.size), bool)
     words, each = ref["selected"][0], walk.size // WORD
-    if walk.word_block > each:
-        first = lax.rem((pl.program_id(2) - 1) * each, walk.word_block)
-        words = pltpu.roll(words, lax.rem(walk.word_block - first, walk.word_block), 1)
+    if each < LANES:
+        first = lax.rem((pl.program_id(2) - 1) * each, LANES)
+        words = pltpu.roll(words, lax.rem(LANES - first, LANES), 1)
     return tile.lanes(words, walk.size)

@@ -218,7 +218,7 @@ def _equations(jaxpr: Any) -> Iterator[Any]:
                 yield from _equations(inner)
 
 
-@pytest.mark.parametrize("size", [(1, 24, 40, 7, 2), (90, 24, 40, 7, 2)], ids=str)
+@pytest.mark.parametrize("size", [(1, 256, 256, 7, 2), (90, 256, 256, 7, 2)], ids=str)
 def test_no_weights_are_copied_but_an_expert_at_a_time(size: tuple[int, ...]) -> None:
     """Few pairs: only slices of one expert leave the stacked weights. Many: products take them."""
     rows, _, _, experts, choices = size
@@ -236,14 +236,7 @@ def test_no_weights_are_copied_but_an_expert_at_a_time(size: tuple[int, ...]) ->
     assert users - passing == {"dynamic_slice"} | products
     compiled = traced.lower().compile()
     weight_bytes = 4 * (2 * case.w1.size + case.w2.size)
-    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes + products_bytes(case)
-
-
-def products_bytes(case: Case) -> int:
-    """Bytes of the rows and hidden rows of a batched product, which may live beside the weights."""
-    experts, inner, width = case.w1.shape
-    columns = tile_size(case.expert.size, experts)
-    return 4 * experts * columns * (4 * width + 3 * inner)
+    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes
 
 
 def test_wrong_shapes_are_named() -> None:

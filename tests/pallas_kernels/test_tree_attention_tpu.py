@@ -69,6 +69,15 @@ def test_both_plans_agree_with_the_definition_in_any_tiles(name: str, mode: str)
     hold(few, mode=mode, node_tile=16, entry_tile=128)
 
 
+@pytest.mark.parametrize("form", ["plain", "bytes", "words"])
+def test_a_union_of_several_steps_is_fetched_while_the_last_one_is_used(form: str) -> None:
+    # Steps of 128 entries: both buffers are used again, and the second sequence has no entries.
+    case = EVERY["csa-gather-bfloat16"]._replace(
+        nodes=3, topk=70, lengths=(1500, 3, 3000), form=form, capacity=760
+    )
+    hold(case, mode="gather", entry_tile=128)
+
+
 def test_siblings_change_no_bit_of_a_streamed_result() -> None:
     arguments = draw(EVERY["csa-16-nodes-bfloat16"], seed=3)
     bits = np.asarray(arguments.own.row_bits[..., 0])  # node n sees the rows of these bits
@@ -203,6 +212,15 @@ def test_a_tree_moves_little_more_than_the_fewest_bytes(
             )  # fmt: skip
             read, written, least = _traffic(case, abstract=True)
             assert (read + written) / least < most, (batch, ratio)
+
+
+def test_traffic_counts_the_copy_of_fp8_entries_into_rows_of_bytes() -> None:
+    case = EVERY["hca-decode-fp8"]
+    copied, rows = _traffic(case), _traffic(case._replace(form="bytes"))
+    entries = len(case.lengths) * case.capacity
+    assert copied[0] - rows[0] == entries * (64 + 1 + 2 * 64)
+    assert copied[1] - rows[1] == entries * (128 + 128)
+    assert copied[2] == rows[2]
 
 
 def _traffic(case: Case, abstract: bool = False) -> tuple[int, int, int]:

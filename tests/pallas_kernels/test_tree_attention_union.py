@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels.tree_attention import forms
-from pallas_kernels.tree_attention.union import union
+from pallas_kernels.tree_attention.tpu_union import union
 from tests.pallas_kernels.cases_tree_attention import pack
 
 

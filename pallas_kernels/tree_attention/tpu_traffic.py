@@ -9,8 +9,11 @@ import jax
 import numpy as np
 from jax import Array
 
-from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows, Walk, choose, rows_of
-from pallas_kernels.tree_attention.sources import Committed, Fp8Bytes, Fp8Entries, Own
+from pallas_kernels.memory import nbytes
+from pallas_kernels.tree_attention.forms import to_bytes
+from pallas_kernels.tree_attention.sources import FP8_GROUP, Committed, Fp8Bytes, Fp8Entries, Own
+from pallas_kernels.tree_attention.tpu_plan import LANES, Plan, Rows, Walk, choose, rows_of
+from pallas_kernels.words import WORD
 
 
 def traffic(
@@ -30,11 +33,16 @@ def traffic(
     have nothing in common, not even a transfer; concrete ones are counted as they are. The fewest
     are all operands' visible parts, read once, and the result.
     """
-    rows = jax.eval_shape(rows_of, committed.entries) if _copies(committed) else None
-    rows = rows_of(committed.entries) if rows is None else Rows(*rows)
+    entries = committed.entries
+    if isinstance(entries, Fp8Entries):
+        entries = Fp8Bytes(
+            rows=jax.eval_shape(lambda parts: to_bytes(parts).rows, entries),
+            rotary=entries.rotary.shape[-1],
+        )
+    rows = rows_of(entries)
     plan = choose(q, committed, own, rows, mode=mode, node_tile=node_tile, entry_tile=entry_tile)
     batch = q.shape[0]
-    once = sum(map(_size, (q, sink, position, own.rows, own.entries, own.entry_bits, own.row_bits)))
+    once = nbytes((q, sink, position, own)) - nbytes(own.row_position)
     written = 4 * math.prod(q.shape)
     lengths = np.full(batch, np.iinfo(np.int32).max)
     if not isinstance(committed.length, jax.ShapeDtypeStruct):
@@ -44,18 +52,14 @@ def traffic(
     read, least = once + batch * plan.window * ring, once
     least += int(np.minimum(lengths, plan.window).sum()) * ring
     # The bits of what anyone sees are made of all bits first.
-    read += _size(own.entry_bits) + _size(own.row_bits)
+    read += nbytes((own.entry_bits, own.row_bits))
     if rows is not None:
         read += _entries_read(plan, committed, counts, rows)
         least += _entries_least(plan, committed, counts)
-        if _copies(committed):
-            read += sum(map(_size, committed.entries))
-            written += _size(rows.array)
+        if isinstance(committed.entries, Fp8Entries):  # copied into rows of bytes
+            read += nbytes(committed.entries)
+            written += nbytes(rows.array)
     return read, written, least + 4 * math.prod(q.shape)
-
-
-def _copies(committed: Committed) -> bool:
-    return isinstance(committed.entries, Fp8Entries)
 
 
 def _entries_read(plan: Plan, committed: Committed, counts: np.ndarray, rows: Rows) -> int:
@@ -72,8 +76,8 @@ def _entries_read(plan: Plan, committed: Committed, counts: np.ndarray, rows: Ro
     passes = np.where(steps > 1, plan.tiles, 1)  # a single tile stays for all nodes
     total = int((np.minimum(steps * walk.size, walk.capacity) * passes).sum()) * row
     if committed.selected is not None:
-        blocks = -(-steps * (walk.size // WORD) // walk.word_block)
-        total += int(blocks.sum()) * walk.word_block * words
+        blocks = -(-steps * (walk.size // WORD) // LANES)
+        total += int(blocks.sum()) * LANES * words
     return total
 
 
@@ -105,7 +109,7 @@ def _entries_least(plan: Plan, committed: Committed, counts: np.ndarray) -> int:
     walk, entries = plan.walk, committed.entries
     if isinstance(entries, Fp8Bytes):
         whole = plan.dim - entries.rotary
-        row = whole + -(-whole // 64) + 2 * entries.rotary
+        row = whole + -(-whole // FP8_GROUP) + 2 * entries.rotary
     else:
         row = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(entries))
     if committed.selected is None:
@@ -116,7 +120,3 @@ def _entries_least(plan: Plan, committed: Committed, counts: np.ndarray) -> int:
         seen = np.minimum(counts, _places(committed, plan.nodes, counts, single))
     words = 4 * plan.nodes * int((-(-counts // WORD)).sum())
     return int(seen.sum()) * row + words
-
-
-def _size(array: Any) -> int:
-    return 0 if array is None else math.prod(array.shape) * array.dtype.itemsize

@@ -9,9 +9,10 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention.plan import LANES, WORD, Plan, Rows
 from pallas_kernels.tree_attention.sources import Committed, Own
-from pallas_kernels.tree_attention.union import union
+from pallas_kernels.tree_attention.tpu_plan import LANES, Plan, Rows
+from pallas_kernels.tree_attention.tpu_union import union
+from pallas_kernels.words import WORD, merge
 
 Block = tuple[Array, pl.BlockSpec]
 
@@ -63,7 +64,7 @@ def _seen(own: Own) -> Array:
     packed = [bits for bits in (own.row_bits, own.entry_bits) if bits is not None]
     if not packed:
         return jnp.zeros(1, jnp.int32)
-    unions = [lax.reduce(bits, jnp.uint32(0), lax.bitwise_or, (1,)) for bits in packed]
+    unions = [merge(bits, 1) for bits in packed]
     return _signed(jnp.concatenate(unions, axis=1)).reshape(-1)
 
 
@@ -104,14 +105,14 @@ def _gathered(plan: Plan, selected: Array, length: Array) -> dict[str, Block]:
 def _selected(plan: Plan, selected: Array) -> Block:
     """Words of the selection in blocks that serve several steps."""
     walk = plan.walk
-    spare = -selected.shape[-1] % walk.word_block
+    spare = -selected.shape[-1] % LANES
     if spare:
         selected = jnp.pad(selected, [(0, 0), (0, 0), (0, spare)])
 
     def index(b: Any, i: Any, s: Any, length: Any, *_: Any) -> Any:
-        return b, i, lax.div(_needed(plan, length[b], s) * (walk.size // WORD), walk.word_block)
+        return b, i, lax.div(_needed(plan, length[b], s) * (walk.size // WORD), LANES)
 
-    return _signed(selected), pl.BlockSpec((1, plan.node_tile, walk.word_block), index)
+    return _signed(selected), pl.BlockSpec((1, plan.node_tile, LANES), index)
 
 
 def _streamed(plan: Plan, entries: Array) -> Block:

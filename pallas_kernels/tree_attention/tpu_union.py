@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
-from jax import Array, lax
+from jax import Array
 
-WORD = 32
+from pallas_kernels.words import leading, merge
+
 FIRST_OF = {1: 0xFFFFFFFF, 2: 0x55555555, 4: 0x11111111}
 """Bits of a word that stand for a place, by its size."""
 
@@ -30,14 +31,8 @@ def union(selected: Array, count: Array, *, tile: int, pack: int) -> Array:
     if nodes % tile:
         selected = jnp.pad(selected, [(0, 0), (0, tiles * tile - nodes), (0, 0)])
     tiled = selected.reshape(batch, tiles, tile, words)
-    any_node = lax.reduce(tiled, jnp.uint32(0), lax.bitwise_or, (2,))
-    places = any_node & _lowest(count[:, None] - jnp.arange(words) * WORD)[:, None]
+    any_node = merge(tiled, 2)
+    places = any_node & leading(count, words)[:, None]
     for shift in (1, 2)[: pack.bit_length() - 1]:
         places = places | (places >> shift)
     return places & jnp.uint32(FIRST_OF[pack])
-
-
-def _lowest(count: Array) -> Array:
-    """Words with the lowest `count` bits set, for any count."""
-    partial = (jnp.uint32(1) << jnp.clip(count, 0, WORD - 1).astype(jnp.uint32)) - 1
-    return jnp.where(count >= WORD, jnp.uint32(0xFFFFFFFF), partial)

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 from jax import Array, lax
 
 from pallas_kernels.tree_attention.sources import FP8_GROUP
+from pallas_kernels.words import WORD
 
-WORD = 32
 LOWEST = -1e30
 """Score of a masked key: finite, and its weight underflows to zero beside any real score."""
 

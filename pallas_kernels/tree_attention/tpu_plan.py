@@ -15,12 +15,12 @@ from pallas_kernels.tree_attention.sources import (
     Fp8Entries,
     Own,
 )
+from pallas_kernels.words import WORD
 
-WORD, LANES = 32, 128
+LANES = 128
+"""Of a register, and so the words of a selection that a stream has in VMEM at a time."""
 ALIGN = 16
 """Sublanes of a tile of two-byte values: a chain's rows are sliced at multiples of it."""
-
-
 MOST_ENTRIES = WORD * LANES
 """Entries a step: more would take more words of a selection than a register has lanes."""
 
@@ -41,11 +41,6 @@ class Walk(NamedTuple):
     def places(self) -> int:
         """Transfers a step (gather)."""
         return self.size // self.pack
-
-    @property
-    def word_block(self) -> int:
-        """Words of a selection that are in VMEM at a time (stream): the lanes of a register."""
-        return LANES
 
 
 class Plan(NamedTuple):

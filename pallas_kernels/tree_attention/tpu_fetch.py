@@ -15,7 +15,8 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from pallas_kernels.tree_attention.plan import LANES, WORD, Walk
+from pallas_kernels.tree_attention.tpu_plan import LANES, Walk
+from pallas_kernels.words import WORD
 
 
 class Cursor(NamedTuple):
