@@ -113,7 +113,7 @@ def load_model(
     Capacity is a shape: another one would be another compilation.
     """
     from jaxspec.checkpoint import load_checkpoint
-    from jaxspec.engine import ROUND, round_up
+    from jaxspec.shapes import ROUND, round_up
 
     params, cfg = load_checkpoint(directory, dtype="float32")
     longest = max(len(each.prompt) for each in requests)

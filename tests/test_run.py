@@ -121,6 +121,7 @@ BAD_INPUT = [
     (["--model", "bare", *PROMPT], ["model 'bare' has no tokenizer.json; give prompts as token"]),
     (["--model", "broken", *PROMPT], ["tokenizer.json is not a tokenizer"]),
     (["--json", "nothing"], ["cannot write 'nothing': it exists and is not a regular file"]),
+    (["--prompts", "good.jsonl", "--json", "nothing/../good.jsonl"], ["is the prompts file"]),
     (["--json", "none/out.json"], ["cannot write 'none/out.json'", "No such file"]),
     (["--json", "good.jsonl/out.json"], ["cannot write"]),
     (["--json", ""], ["cannot write"]),
@@ -170,6 +171,14 @@ def test_a_refusal_needs_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=False)
     assert done.returncode == 2
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_at_once(script, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(fake_engine, "VOCAB", 4095)
+    assert run.main(PROMPT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has 4095 token ids, its tokenizer.json 4096" in line
+    assert script.runs == []
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture) -> None:

@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec.compiler import compiler_options
 from jaxspec.config import ModelConfig
+from jaxspec.errors import UsageError
 from jaxspec.model.params import ModelParams, init
 from jaxspec.resources import model_dir
 from jaxspec.text import Tokenizer
@@ -98,6 +99,11 @@ class Run:
             seed=recipe.seed,
         )
         self.dev = read_sets(data, "dev", tokenizer)
+        if few := [name for name, docs in self.dev.items() if len(docs) < recipe.micro]:
+            raise UsageError(
+                f"dev sets {', '.join(few)} have fewer documents than micro, {recipe.micro}; "
+                "add some or lower micro"
+            )
         self.blank = Blank.create(cfg, recipe.micro)
         self.optimizer = make_optimizer(cfg, recipe)
         options = compiler_options()
