@@ -200,7 +200,25 @@ def test_a_run_that_cannot_have_its_folder_says_so(tmp_path: Path, capsys) -> No
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--steps", "many"], [], ["--surprise"]])
+@pytest.mark.parametrize(("micro", "documents"), [(5, 4), (33, 40)])
+def test_dev_texts_that_fill_no_micro_batch_are_refused_at_the_start(
+    tmp_path: Path, capsys, micro: int, documents: int
+) -> None:
+    """An evaluation would have nothing to take a mean of, after all steps before it."""
+    argv = command_line(tmp_path)
+    recipe, dev = tmp_path / "recipe.toml", tmp_path / "data" / "set" / "dev.jsonl"
+    text = recipe.read_text().replace("batch = 1\n", f"batch = {micro}\n")
+    recipe.write_text(text.replace("micro = 1\n", f"micro = {micro}\n"))
+    dev.write_text((dev.read_text().splitlines()[0] + "\n") * documents)
+    train = dev.with_name("train.jsonl")
+    train.write_text((train.read_text() + "\n") * 50)
+    assert command.main([*argv, "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"than micro, {micro}; add some or lower micro" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("argv", [["--steps", "many"], [], ["--surprise"], ["--dat", "x"]])
 def test_a_wrong_command_line_is_one_line(argv: list[str], capsys) -> None:
     assert command.main(argv) == 2
     assert capsys.readouterr().err.count("\n") == 1

@@ -99,10 +99,11 @@ class Run:
             seed=recipe.seed,
         )
         self.dev = read_sets(data, "dev", tokenizer)
-        if few := [name for name, docs in self.dev.items() if len(docs) < recipe.micro]:
+        counts = {name: min(len(docs), DEV_DOCUMENTS) for name, docs in self.dev.items()}
+        if few := [name for name, count in counts.items() if count < recipe.micro]:
             raise UsageError(
-                f"dev sets {', '.join(few)} have fewer documents than micro, {recipe.micro}; "
-                "add some or lower micro"
+                f"an evaluation has fewer dev documents of {', '.join(few)} (it reads "
+                f"{DEV_DOCUMENTS} at most) than micro, {recipe.micro}; add some or lower micro"
             )
         self.blank = Blank.create(cfg, recipe.micro)
         self.optimizer = make_optimizer(cfg, recipe)
