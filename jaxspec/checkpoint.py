@@ -89,12 +89,13 @@ def _open(directory: Path, stack: ExitStack) -> dict[str, _Stored]:
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
             files = [directory / name for name in sorted(set(weight_map.values()))]
-        except (ValueError, KeyError, AttributeError, TypeError):
+        except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError):
             raise UsageError(f"{index} is not a safetensors index with a weight_map") from None
     stored: dict[str, _Stored] = {}
     for file in files:
-        if not file.exists():
-            raise UsageError(f"{file} does not exist; a model directory holds {_TENSORS}")
+        if not os.path.exists(file):
+            named = f"it is named by {_INDEX}" if len(files) > 1 else "a model directory holds it"
+            raise UsageError(f"{file} does not exist; {named}")
         try:
             opened = stack.enter_context(safe_open(file, framework="numpy"))
             names = opened.keys()
@@ -170,6 +171,9 @@ def _differences(
 
 def _read(leaf: Leaf, stored: Mapping[str, _Stored]) -> jax.Array:
     parts = [stored[name].read() for name in released_tensors(leaf)]
+    for name, part in zip(released_tensors(leaf), parts, strict=True):
+        if not np.isfinite(part).all():
+            raise UsageError(f"{name} holds NaN or infinity; every weight has to be finite")
     match leaf.layout:
         case "same":
             value = parts[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import math
+import reprlib
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -126,6 +126,8 @@ _BUILT: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Settings of the released `config.json` that have one value in every DeepSeek-V4."""
+LARGEST = 2**31 - 1
+"""Of every number: sizes and positions are int32."""
 _MAY_BE_ZERO = {"num_hash_layers", "bos_token_id", "eos_token_id", "n_shared_experts"}
 _DIVISIBLE = (("num_attention_heads * head_dim", "o_groups"),)
 _YARN = {
@@ -138,8 +140,10 @@ _YARN = {
 
 def _check_number(name: str, value: int | float) -> None:
     least = "at least" if name in _MAY_BE_ZERO else "above"
-    if not math.isfinite(value) or value < 0 or (value == 0 and name not in _MAY_BE_ZERO):
-        raise UsageError(f"{name} is {value}; it must be {least} 0 and finite")
+    in_range = 0 <= value <= LARGEST  # false for NaN
+    if not in_range or (value == 0 and name not in _MAY_BE_ZERO):
+        shown = reprlib.repr(value)
+        raise UsageError(f"{name} is {shown}; it must be {least} 0 and finite, {LARGEST} at most")
 
 
 def _size(cfg: ModelConfig, product: str) -> int:
@@ -164,7 +168,7 @@ def read_config(path: Path, *, mtp_blocks: int | None = None) -> ModelConfig:
         raw = json.loads(path.read_text())
     except FileNotFoundError:
         raise UsageError(f"{path} does not exist; a model directory holds config.json") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as JSON: {error}") from None
     return config_from_released(raw, source=str(path), mtp_blocks=mtp_blocks)
 
@@ -212,14 +216,14 @@ def _check_built(raw: Mapping[str, Any], source: str) -> None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
 
 
 def read_model_toml(path: Path) -> ModelConfig:
     """Reads `configs/model/*.toml`: exactly the fields of `ModelConfig`, no unknown key."""
     try:
         raw = tomllib.loads(path.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UsageError(f"{path} cannot be read as TOML: {error}") from None
     return _build(raw, str(path), strict=True)
 
@@ -238,7 +242,8 @@ def _build(raw: Mapping[str, Any], source: str, *, strict: bool) -> ModelConfig:
                 raise UsageError(f"{source}: {name} must be a list of integers")
             values[name] = tuple(value)
         elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
-            values[name] = float(value)
+            # What is too large for a float is refused with the other ranges.
+            values[name] = float(value) if abs(value) <= LARGEST else value
         elif kind == "int" and isinstance(value, int) and not isinstance(value, bool):
             values[name] = value
         else:

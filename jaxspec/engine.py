@@ -32,53 +32,14 @@ from jaxspec.phases import measure_shares
 from jaxspec.requests import Request, check_token_ids
 from jaxspec.results import Completion, Emission, Statistics
 from jaxspec.sample import Sampling
-from jaxspec.settings import RunConfig
+from jaxspec.settings import MAX_SEED, RunConfig
+from jaxspec.shapes import Shapes, plan, round_up
 from jaxspec.state import DecodeState, init_state, insert
 from jaxspec.step import generate, observer, prefill
 from jaxspec.text import StopScan, Tokenizer
 
 STEPS_A_LOOK = 8
 """Steps on the device between two looks of the host, each of which costs a round trip."""
-
-CHUNKS = (32, 64, 128, 256, 512)
-"""Sizes of a prefill's forward; a run compiles one, the cheapest for its prompts."""
-
-CHUNK_COST = 32
-"""What a forward costs beside its tokens, in tokens: it weighs many forwards against padding."""
-
-ROUND = 64
-"""Capacities are multiples of this, so that similar runs share their compilations."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Shapes:
-    """What the compilations of a run depend on beside the model and the drafter."""
-
-    batch: int
-    max_len: int
-    max_new: int
-    chunk: int
-
-
-def plan(answers: Sequence[Answer], run: RunConfig) -> Shapes:
-    """The shapes that these answers need."""
-    needed = max(len(answer.prompt) + answer.limit - 1 for answer in answers)
-
-    def cost(chunk: int) -> int:
-        forwards = sum(-(-len(answer.prompt) // chunk) for answer in answers)
-        return forwards * (chunk + CHUNK_COST)
-
-    return Shapes(
-        batch=min(run.batch_size, len(answers)),
-        max_len=run.max_len or round_up(needed, ROUND),
-        max_new=round_up(max(answer.limit for answer in answers), ROUND),
-        chunk=min(CHUNKS, key=cost),
-    )
-
-
-def round_up(number: int, step: int) -> int:
-    """The next multiple of `step`."""
-    return -(-number // step) * step
 
 
 def select_drafter(cfg: ModelConfig, run: RunConfig) -> Drafter:
@@ -111,6 +72,11 @@ class Engine:
         """
         if run.stop and tokenizer is None:
             raise UsageError("stop strings need a tokenizer; leave stop out")
+        if run.max_len is not None and run.max_len > cfg.max_position_embeddings:
+            raise UsageError(
+                f"max_len {run.max_len} is above the {cfg.max_position_embeddings} positions of "
+                "the model; lower it or leave it out"
+            )
         check_impl(run.impl, interpret=run.interpret)
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
@@ -165,9 +131,15 @@ class Engine:
             if self.tokenizer is None:
                 raise UsageError(f"prompt {request.id!r} is text; without a tokenizer give ids")
             prompt = tuple(self.tokenizer.encode_chat(prompt, request.history))
+        prompt = tuple(prompt)  # a list or an array is checked as well
         if not prompt or min(prompt) < 0:
             raise UsageError(f"prompt {request.id!r} needs at least one token, and ids >= 0")
         check_token_ids([dataclasses.replace(request, prompt=prompt)], self.cfg.vocab_size)
+        if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
+            raise UsageError(
+                f"prompt {request.id!r} has the seed {request.seed}; it must be from 0 "
+                f"to {MAX_SEED}"
+            )
         limit = request.max_new_tokens
         limit = self.run.max_new_tokens if limit is None else limit
         self._check_fit(request.id, len(prompt), limit)
@@ -225,12 +197,13 @@ class Engine:
                     slots[slot] = waiting.popleft()
                     state = insert(state, self._prefill(slots[slot], shapes), slot)
             self._keep_sample(state)
-            before = time.perf_counter()
-            state = jax.block_until_ready(
-                self._step(state, steps=STEPS_A_LOOK, refill=bool(waiting))
-            )
+            # While some wait, no slot is empty: one that is done has all it asked for by prefill.
+            if not (waiting and np.asarray(state.done).any()):
+                before = time.perf_counter()
+                state = self._step(state, steps=STEPS_A_LOOK, refill=bool(waiting))
+                jax.block_until_ready(state)
+                self._looping += time.perf_counter() - before
             self._stopped = time.perf_counter()
-            self._looping += self._stopped - before
             for answer, news in look(state, slots):
                 yield from answer.take(news)
             slots = [held if held and held.completion is None else None for held in slots]

@@ -23,14 +23,15 @@ _LOCK = ".lock"
 def replacing(path: Path) -> Iterator[Path]:
     """A place for a new file, which takes the place of `path` at the end of the block.
 
-    If the block raises, `path` stays as it was. The place has a name of its own, so that of several
-    writers the last whole file stays, and what a killed writer leaves is in nobody's way.
+    If the block raises, `path` stays as it was. The place has a short name of its own, so that of
+    several writers the last whole file stays, what a killed writer leaves is in nobody's way, and
+    no name is too long for it that is not for `path`.
 
     Raises:
         OSError: it cannot be written.
     """
     target = Path(os.path.realpath(path))
-    draft = target.with_name(f".{target.name}.{secrets.token_hex(8)}{_PARTIAL}")
+    draft = target.with_name(f".{secrets.token_hex(16)}{_PARTIAL}")
     try:
         yield draft
         with draft.open("rb") as file:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import reprlib
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,9 +102,19 @@ def check_writable(path: Path) -> None:
     """
     target = Path(os.path.realpath(path))
     problem = None
-    if target.exists() and not target.is_file():
+    try:
+        target.stat()
+        is_there = True
+    except (FileNotFoundError, NotADirectoryError):
+        is_there = False
+    except OSError as error:  # such as a name that is too long
+        raise UsageError(
+            f"cannot write {reprlib.repr(str(path))}: {error.strerror}; name a file that can be "
+            "written"
+        ) from None
+    if is_there and not target.is_file():
         problem = "it exists and is not a regular file"
-    elif target.exists() and not os.access(target, os.W_OK):
+    elif is_there and not os.access(target, os.W_OK):
         problem = "it exists and may not be written"
     else:
         try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 from pathlib import Path
 
 from jaxspec.errors import UsageError
@@ -21,7 +22,7 @@ def model_dir(name: str) -> Path:
         return _package() / "models" / EMBEDDED_MODEL
     path = Path(name)
     wanted = f"give {EMBEDDED_MODEL} or a directory that holds config.json"
-    if not path.is_dir():
+    if not os.path.isdir(path):
         raise UsageError(f"unknown model {name!r}: no such directory; {wanted}")
     if not (path / "config.json").is_file():
         raise UsageError(f"model {name!r} has no config.json; {wanted}")

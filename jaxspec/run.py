@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+from jaxspec.signals import leave_quietly
+
+if __name__ == "__main__":  # before the rest, which takes a while
+    leave_quietly()
+
 import argparse
 import dataclasses
-import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from rich.console import Console
 
 from jaxspec import __version__, demo, report
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.requests import Request, check_token_ids, read_requests, requests_from_prompts
 from jaxspec.resources import EMBEDDED_MODEL, model_dir, run_config_file
 from jaxspec.results import Completion, Emission, MethodRun
 from jaxspec.settings import RunConfig, nearest, read_run_config
-from jaxspec.signals import exit_status, terminable
+from jaxspec.signals import exit_status
 from jaxspec.stream import Marks, StreamPrinter
 from jaxspec.text import Tokenizer
 
@@ -62,19 +67,13 @@ class Interrupted(Exception):
         self.run, self.status = run, status
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line; each field of `RunConfig` is a flag, its text is read by `settings`."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jaxspec.run",
         description="Decodes prompts with DeepSeek-V4 and tree-structured speculation.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("--version", action="version", version=f"jaxspec {__version__}")
     parser.add_argument(
@@ -132,6 +131,8 @@ def prepare(argv: Sequence[str]) -> Job:
         requests = requests_from_prompts(demo.PROMPTS if args.prompt is None else args.prompt)
     if args.json is not None:
         report.check_writable(args.json)
+        if args.prompts is not None and args.json.resolve() == Path(args.prompts).resolve():
+            raise UsageError(f"--json {str(args.json)!r} is the prompts file; name another file")
     is_demo = args.prompt is None and args.prompts is None
     return Job(args.model, model_dir(args.model), run, requests, args.json, is_demo)
 
@@ -149,6 +150,11 @@ def open_session(job: Job) -> Session:
 
     dtype = job.run.dtype or ("float32" if jax.default_backend() == "cpu" else None)
     params, cfg = load_checkpoint(job.directory, dtype=dtype)
+    if tokenizer is not None and tokenizer.vocab_size > cfg.vocab_size:
+        raise UsageError(
+            f"model {job.model!r} has {cfg.vocab_size} token ids, its tokenizer.json "
+            f"{tokenizer.vocab_size}; they do not belong together"
+        )
     check_token_ids(job.requests, cfg.vocab_size)
     return Session(params, cfg, tokenizer)
 
@@ -244,26 +250,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
     if hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="replace")  # a narrow encoding must not end a run
-    try:
-        with terminable():
-            job = prepare(sys.argv[1:] if argv is None else argv)
-            status = execute(job, open_session(job), Console(highlight=False, markup=False))
-            sys.stdout.flush()  # what cannot be written is told here, not at Python's end
-            return status
-    except UsageError as error:
-        print("jaxspec.run: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt as interrupt:
-        return exit_status(interrupt)
-    except OSError as error:
-        if not isinstance(error, BrokenPipeError):  # a reader that left wants to hear no more
-            print(
-                f"jaxspec.run: the output was not written: {error.strerror or error}",
-                file=sys.stderr,
-            )
-        # What is still buffered for standard output cannot be written at Python's end either.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+
+    def body() -> int:
+        job = prepare(sys.argv[1:] if argv is None else argv)
+        return execute(job, open_session(job), Console(highlight=False, markup=False))
+
+    return conclude("jaxspec.run", body)
 
 
 if __name__ == "__main__":

@@ -22,6 +22,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxspec.errors import UsageError
+from jaxspec.settings import MAX_TOP_K
 
 MASKED = float(np.finfo(np.float32).min)
 """Score of a token that cannot be chosen: finite, since zero times infinity is not a number."""
@@ -51,16 +52,17 @@ class Sampling(struct.PyTreeNode):
             UsageError: a value out of its range, or not `batch` of them.
         """
         heat = _spread("temperature", temperature, batch, np.float32)
-        count = _spread("top_k", top_k, batch, np.int32)
+        count = _spread("top_k", top_k, batch, np.int64)
         mass = _spread("top_p", top_p, batch, np.float32)
         _require(bool(np.all(np.isfinite(heat) & (heat >= 0))), "temperature", "0 or more", heat)
-        _require(bool(np.all(count >= 0)), "top_k", "0 (off) or more", count)
+        fits = bool(np.all((count >= 0) & (count <= MAX_TOP_K)))
+        _require(fits, "top_k", f"0 (off) or up to {MAX_TOP_K}", count)
         _require(bool(np.all((mass > 0) & (mass <= 1))), "top_p", "above 0 and at most 1", mass)
         greedy = heat == 0
         return Sampling(
             temperature=jnp.asarray(np.where(greedy, np.float32(1), heat)),
             greedy=jnp.asarray(greedy),
-            top_k=jnp.asarray(count),
+            top_k=jnp.asarray(count, jnp.int32),
             top_p=jnp.asarray(mass),
         )
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
-import math
 import reprlib
 import tomllib
 from collections.abc import Callable, Mapping
@@ -16,6 +15,9 @@ from jaxspec.errors import UsageError
 MAX_BATCH = 64
 MAX_BUDGET = 64
 MAX_SEED = 2**32 - 1
+MAX_TOP_K = 2**31 - 1
+MAX_FLOAT = 3.4028234663852886e38
+"""The largest float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +76,9 @@ def _is_integer(value: Any, low: int, high: int | None) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return False
+    return abs(value) <= MAX_FLOAT  # false for NaN, and no integer is too large to be compared
 
 
 _BUDGET = Rule(
@@ -130,7 +134,9 @@ class RunConfig:
         number("a number above 0 and up to 1", lambda value: 0 < value <= 1),
         "sample among the likeliest tokens that together hold this probability",
     )
-    top_k: int = _setting(0, integer(0), "sample among this many likeliest tokens; 0 is all")
+    top_k: int = _setting(
+        0, integer(0, MAX_TOP_K), "sample among this many likeliest tokens; 0 is all"
+    )
     seed: int = _setting(
         0, integer(0, MAX_SEED), "of the run; a prompt's own is derived from it and the prompt's id"
     )
@@ -223,7 +229,7 @@ def _read_text(name: str, text: str) -> Any:
 def _read_toml(path: Path) -> dict[str, Any]:
     try:
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else error
         raise UsageError(f"{path} cannot be read as TOML: {reason}") from None
     names = [field.name for field in dataclasses.fields(RunConfig)]

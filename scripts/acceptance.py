@@ -19,13 +19,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec import __version__, report
 from jaxspec.answer import Answer, acceptance_by_rank, tally
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.requests import Request, read_requests
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.results import MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
-from scripts.command import Parser, markdown, run_command
+from scripts.table import markdown
 
 CONVENTION = (
     "D counts the tokens verified in a step, the root included; accepted length (τ) is tokens "
@@ -46,7 +47,7 @@ class Cell(NamedTuple):
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("acceptance", __doc__)
+    parser = Parser(prog="python -m scripts.acceptance", description=__doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts-per-set", type=int, default=32, metavar="N")
@@ -107,7 +108,7 @@ def load_model(
     Capacity is a shape: another one would be another compilation.
     """
     from jaxspec.checkpoint import load_checkpoint
-    from jaxspec.engine import ROUND, round_up
+    from jaxspec.shapes import ROUND, round_up
 
     params, cfg = load_checkpoint(directory, dtype="float32")
     longest = max(len(each.prompt) for each in requests)
@@ -263,7 +264,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), measure, argv)
+    return conclude("scripts.acceptance", lambda: measure(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

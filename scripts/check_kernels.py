@@ -19,9 +19,9 @@ from typing import Any
 import jax
 
 from jaxspec import report
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.plan.targets import TARGETS
-from scripts.command import Parser, run_command
 from scripts.kernel_trials import (
     OPS,
     Trial,
@@ -34,7 +34,7 @@ from scripts.kernel_trials import (
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("check_kernels", __doc__)
+    parser = Parser(prog="python -m scripts.check_kernels", description=__doc__)
     parser.add_argument("--out", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--op", nargs="+", choices=list(OPS), default=list(OPS), metavar="OP")
     return parser
@@ -107,7 +107,7 @@ def check(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), check, argv)
+    return conclude("scripts.check_kernels", lambda: check(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -24,10 +24,11 @@ from rich.console import Console
 from rich.progress import Progress
 
 from jaxspec import report
+from jaxspec.command import Parser, conclude
 from jaxspec.config import read_config
 from jaxspec.errors import UsageError
 from jaxspec.resources import model_dir
-from scripts.command import Parser, markdown, run_command
+from scripts.table import markdown
 
 PAUSE = 0.3
 """Seconds between turns: idle threads of the other engine may spin for a while."""
@@ -100,7 +101,7 @@ def start(python: str, name: str, *argv: str) -> Iterator[Worker]:
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("compare_speed", __doc__)
+    parser = Parser(prog="python -m scripts.compare_speed", description=__doc__)
     parser.add_argument("model", metavar="MODEL", help="directory in the released layout")
     parser.add_argument("--transformers-python", required=True, metavar="PATH")
     parser.add_argument("--python", default=sys.executable, metavar="PATH", help="has jaxspec")
@@ -247,7 +248,7 @@ def compare(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), compare, argv)
+    return conclude("scripts.compare_speed", lambda: compare(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

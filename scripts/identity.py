@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from rich.progress import Progress
 
 from jaxspec import report
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.requests import Request
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
@@ -27,7 +28,7 @@ from jaxspec.results import Completion, MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
 from scripts.acceptance import load_model, read_sets
-from scripts.command import Parser, markdown, run_command
+from scripts.table import markdown
 
 
 class Cell(NamedTuple):
@@ -43,7 +44,7 @@ class Cell(NamedTuple):
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("identity", __doc__)
+    parser = Parser(prog="python -m scripts.identity", description=__doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--data", type=Path, required=True, metavar="FOLDER")
     parser.add_argument("--prompts-per-set", type=int, default=4, metavar="N")
@@ -178,7 +179,7 @@ def check(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), check, argv)
+    return conclude("scripts.identity", lambda: check(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

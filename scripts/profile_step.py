@@ -18,9 +18,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
-from scripts.command import Parser, markdown, run_command
+from scripts.table import markdown
 
 # Innermost scope first: an op belongs to the first that its name holds.
 STAGES = {
@@ -52,7 +53,7 @@ class Floor(NamedTuple):
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("profile_step", __doc__)
+    parser = Parser(prog="python -m scripts.profile_step", description=__doc__)
     parser.add_argument("model", nargs="?", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--batch-size", type=int, default=1, metavar="N")
     parser.add_argument("--context", type=int, default=256, metavar="N", help="tokens before")
@@ -194,7 +195,7 @@ def print_table(args: argparse.Namespace, seconds: Counter[str], wall: float, fl
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), profile, argv)
+    return conclude("scripts.profile_step", lambda: profile(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -20,12 +20,13 @@ import numpy as np
 
 from jaxspec import __version__, demo, report
 from jaxspec.answer import Answer
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.requests import Request, read_requests, requests_from_prompts
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
-from scripts.command import Parser, markdown, run_command
+from scripts.table import markdown
 
 METHODS = ("none", "linear", "tree")
 MAX_RATE, MAX_GAP = 0.02, 0.1
@@ -60,7 +61,7 @@ class Figures(NamedTuple):
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("teacher_forced", __doc__)
+    parser = Parser(prog="python -m scripts.teacher_forced", description=__doc__)
     parser.add_argument("--model", default=EMBEDDED_MODEL, metavar="nano|DIR")
     parser.add_argument("--prompts", metavar="FILE.jsonl", help="default: the demonstration's")
     parser.add_argument("--count", type=int, metavar="N", help="of the first prompts of the file")
@@ -218,7 +219,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), measure, argv)
+    return conclude("scripts.teacher_forced", lambda: measure(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

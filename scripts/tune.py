@@ -18,10 +18,10 @@ from typing import Any
 
 import jax
 
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.files import replacing
 from pallas_kernels.tuning import SIZES, Bucket, read_tuned
-from scripts.command import Parser, run_command
 from scripts.kernel_trials import Trial, accelerator, released_trials, seconds_a_call
 
 CANDIDATES: dict[tuple[str, str], list[dict[str, Any]]] = {
@@ -42,7 +42,7 @@ HEADER = """\
 
 def build_parser() -> Parser:
     """The command line."""
-    parser = Parser("tune", __doc__)
+    parser = Parser(prog="python -m scripts.tune", description=__doc__)
     parser.add_argument("--op", nargs="+", choices=list(SIZES), default=list(SIZES), metavar="OP")
     shipped = importlib.resources.files("pallas_kernels").joinpath("tuned.toml")
     parser.add_argument("--file", type=Path, default=Path(str(shipped)), metavar="FILE")
@@ -128,7 +128,7 @@ def measure(args: argparse.Namespace) -> int:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    return run_command(build_parser(), measure, argv)
+    return conclude("scripts.tune", lambda: measure(build_parser().parse_args(argv)))
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ CACHE = "jaxspec/cache.py"
 STATE = "jaxspec/state.py"
 STEP = "jaxspec/step.py"
 ENGINE = "jaxspec/engine.py"
+SHAPES = "jaxspec/shapes.py"
 ANSWER = "jaxspec/answer.py"
 GROW = "jaxspec/draft/grow.py"
 DRAFT = "jaxspec/draft/mtp.py"
@@ -469,7 +470,7 @@ _STATE = (
     ),
     Mutant(
         "capacity follows the prompts",
-        ENGINE,
+        SHAPES,
         "run.max_len or round_up(needed, ROUND)",
         "run.max_len or needed",
         COMPILES,
@@ -480,6 +481,13 @@ _STATE = (
         "self._prefill(slots[slot], shapes), slot)",
         "self._prefill(slots[slot], shapes), len(slots) - 1 - slot)",
         "test_engine.py::test_a_request_gets_the_same_in_any_batch_slot_and_order",
+    ),
+    Mutant(
+        "a step for slots whose answers ended in prefill",
+        ENGINE,
+        "if not (waiting and np.asarray(state.done).any()):",
+        "if True:",
+        "test_engine.py::test_a_slot_whose_answer_ends_in_prefill_is_filled_again_at_once",
     ),
     Mutant(
         "last place of the capacity is refused",

@@ -187,10 +187,21 @@ NUMBERS = sorted(key for key, value in RAW.items() if type(value) in (int, float
 USED = [key for key in NUMBERS if key not in ("num_nextn_predict_layers", "num_key_value_heads")]
 
 
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
+@pytest.mark.parametrize("kind", sorted({kind_of(name) for name in TENSORS}))
+def test_a_weight_that_is_no_number_is_refused(tmp_path, kind, value):
+    name = next(name for name in TENSORS if kind_of(name) == kind)
+    if np.issubdtype(TENSORS[name].dtype, np.integer):
+        return  # integers are all finite
+    tensor = TENSORS[name].copy()
+    tensor.flat[-1] = value
+    assert f"{name} holds NaN or infinity" in refusal(write(tmp_path, **{name: tensor}))
+
+
 @pytest.mark.parametrize("key", USED)
 def test_any_setting_is_missed_and_its_type_is_checked(tmp_path, key):
     assert key in refusal(write(tmp_path, {key: None}))
-    for wrong in ("8", [8], True, float("nan"), float("inf"), -1):
+    for wrong in ("8", [8], True, float("nan"), float("inf"), -1, 10**400):
         line = refusal(write(tmp_path, {key: wrong}))
         assert key in line
         assert str(tmp_path / "config.json") in line
@@ -338,3 +349,22 @@ def test_a_failed_write_leaves_the_old_checkpoint(tmp_path, monkeypatch):
         save_checkpoint(tmp_path, params, cfg)
     assert {name: (tmp_path / name).read_bytes() for name in before} == before
     assert same_bits(load_checkpoint(tmp_path)[0], params)
+
+
+@pytest.mark.parametrize("name", ["", ".", "x" * 5000, "x\0", "b.safetensors"])
+def test_an_index_of_a_file_that_cannot_be_is_refused(tmp_path, name):
+    write(tmp_path)
+    (tmp_path / TENSOR_FILE).unlink()
+    (tmp_path / INDEX_FILE).write_text(json.dumps({"weight_map": {"norm.weight": name}}))
+    assert str(tmp_path) in refusal(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "text", ["[" * 100_000, "[]", "{", None], ids=["deep", "list", "cut", "dir"]
+)
+def test_an_index_that_is_none_is_refused(tmp_path, text):
+    write(tmp_path)
+    (tmp_path / TENSOR_FILE).unlink()
+    index = tmp_path / INDEX_FILE
+    index.mkdir() if text is None else index.write_text(text)
+    assert "is not a safetensors index" in refusal(tmp_path)

@@ -1,102 +1,110 @@
-"""What all of `scripts/` do alike: answers to wrong arguments, full disks, Ctrl-C; tables."""
+"""How every command line ends: interrupts while it is imported, streams closed by the caller."""
 
 from __future__ import annotations
 
-import errno
-import importlib
+import json
+import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
-from scripts import command
+from jaxspec.signals import Terminated
+from tests.test_output_faults import FAKE
+from tests.test_run import ENVIRONMENT
 
-ROOT = Path(__file__).parent.parent
-COMMANDS = sorted(
-    path.stem for path in (ROOT / "scripts").glob("*.py") if "build_parser" in path.read_text()
-)
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_a_wrong_argument_is_one_line_of_the_script(name: str, capsys) -> None:
-    """An abbreviated flag is wrong too: it would change its meaning with the next flag."""
-    script = importlib.import_module(f"scripts.{name}")
-    flags = [action.option_strings for action in script.build_parser()._actions]
-    long = max((flag for each in flags for flag in each), key=len)
-    for argv in (["--no-such-flag"], ["x", "y", "z"], [long[:-1], "1"]):
-        assert script.main(argv) == 2, argv
-        printed = capsys.readouterr()
-        assert printed.out == ""
-        (line,) = printed.err.splitlines()
-        assert line.startswith(f"scripts.{name}: ")
-        assert "--help shows what is right" in line
+COMMANDS = ["jaxspec.run", "jaxspec.plan", "jaxspec.train"]
 
 
-def test_the_scripts_are_those_with_a_command_line() -> None:
-    assert {"acceptance", "compare_speed", "identity", "teacher_forced", "tune"} <= {*COMMANDS}
+def failing(error: BaseException) -> int:
+    raise error
 
 
 @pytest.mark.parametrize(
-    ("ended", "status", "said"),
+    ("error", "status", "line"),
     [
-        (UsageError("two\n lines"), 2, "two lines"),
-        (OSError(errno.ENOSPC, "No space left"), 1, "the output was not written: No space left"),
-        (OSError("gone"), 1, "the output was not written: gone"),
-        (KeyboardInterrupt(), 130, "interrupted"),
+        (UsageError("bad\ninput"), 2, "command: bad input"),
+        (FileNotFoundError(2, "No such file", "a.bin"), 1, "command: a.bin: No such file"),
+        (MemoryError("9 GB"), 1, "command: out of memory; a smaller batch"),
+        (RuntimeError("RESOURCE_EXHAUSTED: 9\nbytes"), 1, "command: out of memory; a smaller"),
+        (KeyboardInterrupt(), 130, "command: stopped"),
+        (Terminated(), 143, "command: stopped"),
     ],
-    ids=repr,
 )
-def test_what_ends_a_command_is_one_line(capsys, ended, status, said) -> None:
-    def action(args):
-        raise ended
-
-    assert command.run_command(command.Parser("name", "words"), action, []) == status
-    assert capsys.readouterr().err == f"scripts.name: {said}\n"
+def test_every_end_is_a_status_and_a_line(error, status: int, line: str, capsys) -> None:
+    assert conclude("command", lambda: failing(error), "stopped") == status
+    (said,) = capsys.readouterr().err.splitlines()
+    assert said.startswith(line)
 
 
-def run_action(action: str, stdout: Any) -> subprocess.CompletedProcess[str]:
-    """A process that prints and then does `action`."""
-    code = (
-        "from scripts.command import *\n"
-        f"def act(args):\n  print('words')\n  {action}\n"
-        "sys.exit(run_command(Parser('name', None), act, []))"
+def test_faults_of_the_program_keep_their_traceback() -> None:
+    with pytest.raises(RuntimeError, match="index out of range"):
+        conclude("command", lambda: failing(RuntimeError("index out of range")))
+
+
+def test_a_flag_needs_its_whole_name() -> None:
+    parser = Parser()
+    parser.add_argument("--steps")
+    with pytest.raises(UsageError, match="unrecognized arguments: --step"):
+        parser.parse_args(["--step", "5"])
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_ctrl_c_during_the_imports_is_quiet(module: str, tmp_path: Path) -> None:
+    """A slow package stands in the place of rich, which all three import."""
+    (tmp_path / "rich").mkdir()
+    (tmp_path / "rich" / "__init__.py").write_text(
+        "import time\nprint('importing', flush=True)\nwhile True:\n    time.sleep(0.05)\n"
     )
-    return subprocess.run(
+    # What a job in the background starts ignores interrupts from the beginning.
+    code = (
+        "import runpy, signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        f"runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+    )
+    process = subprocess.Popen(
         [sys.executable, "-c", code],
-        cwd=ROOT,
-        stdout=stdout,
+        stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
-        timeout=120,
+        env={**ENVIRONMENT, "PYTHONPATH": f"{tmp_path}{os.pathsep}{ENVIRONMENT['PYTHONPATH']}"},
+    )
+    try:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.communicate()
+    assert (process.returncode, err) == (130, "")
+
+
+def closed(stream: str, *argv: str) -> subprocess.CompletedProcess[str]:
+    """The command line with the fake engine and one of its streams closed."""
+    return subprocess.run(
+        ["sh", "-c", f'exec "$@" {stream}', "sh", sys.executable, "-c", FAKE, *argv],
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
         check=False,
     )
 
 
-@pytest.mark.parametrize("action", ["return 0", "raise OSError(28, 'No space left on device')"])
-def test_a_full_standard_output_is_one_line_and_status_1(action: str) -> None:
-    """As Python itself has it, it would be found at the end, with status 120."""
-    with open("/dev/full", "w") as full:
-        done = run_action(action, full)
-    assert done.returncode == 1
-    assert done.stderr == "scripts.name: the output was not written: No space left on device\n"
+@pytest.mark.parametrize("stream", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-"])
+def test_a_closed_stream_is_no_fault(stream: str, tmp_path: Path) -> None:
+    path = tmp_path / "out.json"
+    done = closed(stream, "--prompt", "a", "--json", str(path))
+    assert done.returncode == 0, done.stderr
+    assert len(json.loads(path.read_text())["runs"][0]["completions"]) == 1
+    assert ("Answer 1" in done.stdout) == (" >&-" not in f" {stream}")
+    assert "tree: " not in done.stdout  # the figures belong to standard error
 
 
-def test_what_was_printed_stays_if_a_file_cannot_be_written() -> None:
-    done = run_action("raise OSError(28, 'No space left on device')", subprocess.PIPE)
-    assert (done.returncode, done.stdout) == (1, "words\n")
-
-
-@pytest.mark.parametrize("status", [0, 1])
-def test_the_status_is_the_commands_own(status) -> None:
-    parser = command.Parser("name", None)
-    parser.add_argument("--n", type=int)
-    assert command.run_command(parser, lambda args: status * args.n, ["--n", "1"]) == status
-
-
-def test_the_first_column_of_a_table_is_to_the_left() -> None:
-    assert command.markdown(["set", "D"], [["a", "5"], ["b", "16"]]) == (
-        "| set | D |\n| :-- | --: |\n| a | 5 |\n| b | 16 |"
-    )
+def test_closed_standard_input_holds_no_prompt() -> None:
+    done = closed("<&-", "--prompts", "-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("jaxspec.run: standard input holds no prompt")
+    assert done.stderr.count("\n") == 1

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Sequence
 
 import jax
+import numpy as np
 import pytest
 
 from jaxspec.engine import Engine
@@ -191,6 +192,10 @@ GOOD = Request(1, (2, 3))
         (Request(2, ()), "needs at least one token"),
         (Request(2, (3, -1)), "ids >= 0"),
         (Request(2, (3, VOCAB, 4)), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
+        (Request(2, [3, VOCAB, 4]), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
+        (Request(2, np.array([3, VOCAB])), f"token id {VOCAB}; the vocabulary ends"),
+        (Request(2, (3,), seed=-1), "seed -1; it must be from 0 to 4294967295"),
+        (Request(2, (3,), seed=2**40), "seed 1099511627776; it must be from 0"),
         (Request(2, "text"), "without a tokenizer"),
         (Request(2, (3,) * 65), "65 tokens, above the capacity of 64"),
         (Request(2, (3,) * 60), "from 1 to 5, not 14, at a capacity of 64"),
@@ -219,6 +224,24 @@ def test_the_capacity_is_used_to_its_last_place(toy, make_engine):
         engine.generate([Request(1, (2,) * most, max_new_tokens=2)])
 
 
+def test_a_slot_whose_answer_ends_in_prefill_is_filled_again_at_once(toy, make_engine):
+    """No step is taken while one waits and a slot is held by an answer that is whole."""
+    engine = make_engine(batch_size=2)
+    stepped: list[bool] = []
+    step = engine._step
+
+    def spy(state, *, steps, refill):
+        stepped.append(bool(refill and np.asarray(state.done).any()))
+        return step(state, steps=steps, refill=refill)
+
+    engine._step = spy
+    limits = (1, 9, 1, 1, 5, 1, 1)
+    asked = [Request(n, (2 + n, 3), max_new_tokens=limit) for n, limit in enumerate(limits)]
+    check(engine, asked, [expect(toy, RUN, request) for request in asked])
+    assert len(stepped) > 1
+    assert not any(stepped)
+
+
 def test_no_requests_and_what_an_engine_cannot_be_made_of(toy, make_engine):
     engine = make_engine()
     assert engine.generate([]) == []
@@ -226,6 +249,9 @@ def test_no_requests_and_what_an_engine_cannot_be_made_of(toy, make_engine):
     assert (figures.rows, figures.tokens, figures.steps, figures.accepted_length) == (0, 0, 0, None)
     with pytest.raises(UsageError, match="stop strings need a tokenizer"):
         make_engine(stop=("a",))
+    most = toy.cfg.max_position_embeddings
+    with pytest.raises(UsageError, match=f"max_len {most + 1} is above the {most} positions"):
+        make_engine(max_len=most + 1)
 
 
 def test_a_model_without_an_mtp_block_cannot_draft(toy):

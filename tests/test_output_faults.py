@@ -17,7 +17,7 @@ import pytest
 from jaxspec import run
 from jaxspec.checkpoint import load_checkpoint, save_checkpoint
 from jaxspec.files import replacing
-from jaxspec.report import write_json
+from jaxspec.report import check_writable, write_json
 from tests import fake_engine
 from tests.oracle import random_checkpoint
 from tests.oracle import save_checkpoint as save_released
@@ -244,3 +244,13 @@ def test_what_a_killed_writer_left_is_in_nobodys_way(tmp_path: Path) -> None:
     assert json.loads(path.read_text()) == {"a": 1}
     write_json(path, {"a": 2})
     assert json.loads(path.read_text()) == {"a": 2}
+
+
+@pytest.mark.parametrize("length", [1, 200, 240, 255])
+def test_a_file_that_may_be_written_is_written_whatever_the_length_of_its_name(
+    tmp_path: Path, length: int
+) -> None:
+    path = tmp_path / ("a" * length)
+    check_writable(path)
+    write_json(path, {"x": 1})
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]

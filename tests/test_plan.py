@@ -198,6 +198,7 @@ def test_every_op_has_jobs_of_distinct_names() -> None:
         (["kernels", "--target", "h900"], "choose one of v5e"),
         (["kernels", "--target", "v6e", "--op", "tree_attentoin"], "nearest: tree_attention"),
         (["kernels", "--target", "v6e", "--timeout", "soon"], "seconds"),
+        (["kernels", "--target", "v6e", "--timeout", "inf"], "up to 86400"),
         (["kernels", "--target", "v6e", "--json", "/no/such/folder/x.json"], "cannot write"),
     ],
 )

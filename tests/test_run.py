@@ -34,6 +34,8 @@ def inputs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     files = {
         "unknown.toml": "temprature = 1.0\n",
         "broken.toml": "temperature =\n",
+        "huge.toml": "temperature = 1" + "0" * 400,
+        "deep.toml": "seed = " + "[" * 5000,
         "range.toml": "top_p = 1.5\n",
         "broken.jsonl": '{"prompt": "x"}\n{"prompt": \n',
         "keys.jsonl": '{"question": "x", "answer": "y"}\n',
@@ -66,7 +68,14 @@ BAD_INPUT = [
     (["--temperature=-inf"], ["temperature must be"]),
     (["--top-p", "0"], ["top_p must be a number above 0 and up to 1, not 0.0"]),
     (["--top-p", "1.01"], ["top_p must be"]),
-    (["--top-k", "-1"], ["top_k must be an integer >= 0, not -1"]),
+    (["--top-k", "-1"], ["top_k must be an integer from 0 to 2147483647, not -1"]),
+    (["--top-k", "4294967297"], ["top_k must be"]),
+    (["--temperature", "1e39"], ["temperature must be a number >= 0, not 1e+39"]),
+    (["--config", "huge.toml"], ["huge.toml: temperature must be a number"]),
+    (["--config", "deep.toml"], ["deep.toml cannot be read as TOML"]),
+    (["--model", "a" * 5000], ["unknown model"]),
+    (["--json", "a" * 5000], ["cannot write", "File name too long"]),
+    (["--json", "b/" * 3000], ["cannot write", "File name too long"]),
     (["--batch-size", "0"], ["batch_size must be an integer from 1 to 64, not 0"]),
     (["--batch-size", "65"], ["batch_size must be"]),
     (["--max-new-tokens", "0"], ["max_new_tokens must be an integer >= 1, not 0"]),
@@ -112,13 +121,14 @@ BAD_INPUT = [
     (["--model", "bare", *PROMPT], ["model 'bare' has no tokenizer.json; give prompts as token"]),
     (["--model", "broken", *PROMPT], ["tokenizer.json is not a tokenizer"]),
     (["--json", "nothing"], ["cannot write 'nothing': it exists and is not a regular file"]),
+    (["--prompts", "good.jsonl", "--json", "nothing/../good.jsonl"], ["is the prompts file"]),
     (["--json", "none/out.json"], ["cannot write 'none/out.json'", "No such file"]),
     (["--json", "good.jsonl/out.json"], ["cannot write"]),
     (["--json", ""], ["cannot write"]),
 ]
 
 
-@pytest.mark.parametrize(("argv", "parts"), BAD_INPUT, ids=[" ".join(a) for a, _ in BAD_INPUT])
+@pytest.mark.parametrize(("argv", "parts"), BAD_INPUT, ids=[" ".join(a)[:60] for a, _ in BAD_INPUT])
 def test_bad_input_is_one_line_and_status_2_and_nothing_is_written(
     inputs: Path, script, capsys: pytest.CaptureFixture, argv: list[str], parts: list[str]
 ) -> None:
@@ -161,6 +171,14 @@ def test_a_refusal_needs_no_jax() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], env=ENVIRONMENT, check=False)
     assert done.returncode == 2
+
+
+def test_a_tokenizer_larger_than_the_model_is_refused_at_once(script, monkeypatch, capsys) -> None:
+    monkeypatch.setattr(fake_engine, "VOCAB", 4095)
+    assert run.main(PROMPT) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "has 4095 token ids, its tokenizer.json 4096" in line
+    assert script.runs == []
 
 
 def test_help_names_every_setting(capsys: pytest.CaptureFixture) -> None:

@@ -250,8 +250,11 @@ def test_create_takes_one_value_or_one_a_sequence():
         ({"temperature": float("inf")}, "temperature has to be 0 or more"),
         ({"temperature": [0.5, 0.5, 0.5]}, "temperature needs one value or 2"),
         ({"top_k": -1}, "top_k has to be 0"),
+        ({"top_k": 2**31}, "top_k has to be 0 .off. or up to 2147483647"),
+        ({"top_k": [3, 2**32 + 1]}, "top_k has to be 0"),
         ({"top_k": 1.5}, "top_k has to be a whole number"),
         ({"top_p": 0.0}, "top_p has to be above 0"),
+        ({"top_p": 1e-50}, "top_p has to be above 0"),
         ({"top_p": [0.5, 1.1]}, "top_p has to be above 0"),
     ],
 )

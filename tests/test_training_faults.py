@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -9,6 +10,7 @@ import resource
 import signal
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,9 +21,12 @@ import pytest
 
 from jaxspec.checkpoint import load_checkpoint
 from jaxspec.errors import UsageError
-from jaxspec.resources import packaged_config
+from jaxspec.resources import model_dir, packaged_config
+from jaxspec.text import Tokenizer
 from jaxspec.train import __main__ as command
+from jaxspec.train.data import read_documents
 from jaxspec.train.folder import RunFolder, open_folder
+from jaxspec.train.recipe import Recipe, read_recipe
 from tests.test_train import write_data
 from tests.training_process import FULL, MOMENTS, SECOND
 
@@ -195,7 +200,25 @@ def test_a_run_that_cannot_have_its_folder_says_so(tmp_path: Path, capsys) -> No
     assert printed.count("\n") == 1
 
 
-@pytest.mark.parametrize("argv", [["--steps", "many"], [], ["--surprise"]])
+@pytest.mark.parametrize(("micro", "documents"), [(5, 4), (33, 40)])
+def test_dev_texts_that_fill_no_micro_batch_are_refused_at_the_start(
+    tmp_path: Path, capsys, micro: int, documents: int
+) -> None:
+    """An evaluation would have nothing to take a mean of, after all steps before it."""
+    argv = command_line(tmp_path)
+    recipe, dev = tmp_path / "recipe.toml", tmp_path / "data" / "set" / "dev.jsonl"
+    text = recipe.read_text().replace("batch = 1\n", f"batch = {micro}\n")
+    recipe.write_text(text.replace("micro = 1\n", f"micro = {micro}\n"))
+    dev.write_text((dev.read_text().splitlines()[0] + "\n") * documents)
+    train = dev.with_name("train.jsonl")
+    train.write_text((train.read_text() + "\n") * 50)
+    assert command.main([*argv, "--out", str(tmp_path / "out")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"than micro, {micro}; add some or lower micro" in line
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("argv", [["--steps", "many"], [], ["--surprise"], ["--dat", "x"]])
 def test_a_wrong_command_line_is_one_line(argv: list[str], capsys) -> None:
     assert command.main(argv) == 2
     assert capsys.readouterr().err.count("\n") == 1
@@ -329,3 +352,49 @@ def test_a_request_to_stop_is_followed_and_a_second_run_is_refused(site: Site, n
     assert "Traceback" not in err
     assert site.run(name).status == 0
     site.check(name)
+
+
+RECIPE = packaged_config("train/nano.toml")
+FIELDS = [field.name for field in dataclasses.fields(Recipe)]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_recipe_with_a_value_of_another_type_is_refused(tmp_path: Path, name: str) -> None:
+    raw = tomllib.loads(RECIPE.read_text(encoding="utf-8"))
+    for wrong in ([], -1.5j, {}, None, 10**400, float("nan"), True):
+        with pytest.raises(UsageError, match=name) as error:
+            Recipe(**raw | {"repeat": tuple(raw["repeat"].items())} | {name: _frozen(wrong, name)})
+        assert "\n" not in str(error.value)
+
+
+def _frozen(value, name: str):
+    """What a recipe would be given: pairs in the place of a table."""
+    return (("gsm8k", value),) if name == "repeat" else value
+
+
+@pytest.mark.parametrize("seed", [-1, 2**32, 2**63])
+def test_a_seed_that_no_key_can_be_made_of_is_refused(seed: int) -> None:
+    with pytest.raises(UsageError, match=r"seed is .*it must be from 0 to"):
+        read_recipe(RECIPE, seed=seed)
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"prompt": "\xff", "response": "x"}',
+        b'{"prompt": 5, "response": "x"}',
+        b'{"prompt": "x", "response": null}',
+        b'{"prompt": "x", "response": "\\ud800"}',
+        b'{"prompt": "x", "response": "y", "history": [5]}',
+        b'{"prompt": "x", "response": "y", "history": 5}',
+        b'{"prompt": ' + b"[" * 100_000,
+        b"",
+    ],
+    ids=range(8),
+)
+def test_a_line_that_is_no_document_is_named(tmp_path: Path, line: bytes) -> None:
+    path = tmp_path / "train.jsonl"
+    path.write_bytes(b'{"prompt": "x", "response": "y"}\n' + line + b"\n")
+    with pytest.raises(UsageError, match=r"train.jsonl:2 must be a JSON object") as error:
+        read_documents(path, Tokenizer.load(model_dir("nano")))
+    assert "\n" not in str(error.value)

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from jaxspec.signals import leave_quietly
+
+if __name__ == "__main__":  # before the rest, which takes a while
+    leave_quietly()
+
 import argparse
 import importlib.metadata
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from jaxspec import report
+from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.plan import table
 from jaxspec.plan.compile import TIMEOUT, compile_all
@@ -23,20 +27,18 @@ EPILOG = """\
 Nothing runs: what is printed are a compiler's figures, no times. Bundles are static, a loop's body
 counts once. Bytes are those of the kernel's own schedule. Needs the extra `aot`.
 
-status: 0 done; 1 a kernel does not compile or breaks a limit; 2 bad input; 130 interrupted."""
+status: 0 done; 1 a kernel does not compile or breaks a limit; 2 bad input; 130
+interrupted by Ctrl-C, 143 by SIGTERM."""
 
-
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
+LONGEST = 86400.0
+"""Seconds that a case can be given: `select` takes no infinite ones."""
 
 
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jaxspec.plan",
         description="Says what programs need on hardware that is not here.",
-        allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="kernels")
     kernels = commands.add_parser(
@@ -45,7 +47,6 @@ def build_parser() -> argparse.ArgumentParser:
         description="Compiles every op at V4-Flash's sizes for a target, without having it.",
         epilog=EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
     )
     kernels.add_argument("--target", required=True, metavar="|".join(TARGETS), help="hardware")
     kernels.add_argument(
@@ -74,8 +75,8 @@ def prepare(argv: Sequence[str]) -> tuple[argparse.Namespace, Target]:
         args.timeout = float(args.timeout)
     except ValueError:
         args.timeout = -1.0
-    if not args.timeout > 0:
-        raise UsageError("--timeout must be a number of seconds above 0")
+    if not 0 < args.timeout <= LONGEST:
+        raise UsageError(f"--timeout must be a number of seconds above 0 and up to {LONGEST:g}")
     if args.json is not None:
         report.check_writable(args.json)
     return args, require(args.target)
@@ -96,28 +97,26 @@ def compile_kernels(args: argparse.Namespace, target: Target) -> list[Outcome]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """The whole command; returns the exit status."""
-    try:
-        args, target = prepare(sys.argv[1:] if argv is None else argv)
-        compiler = "libtpu" if target.kind == "tpu" else "jax-cuda13-plugin"
-        versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", compiler)]
-        print(f"target {target.name}: compiled by {', '.join(versions)}; nothing was run")
-        outcomes = compile_kernels(args, target)
-        failed = [outcome for outcome in outcomes if table.broken(outcome, target)]
-        fit = [outcome for outcome in outcomes if outcome.fits]
-        print(f"{len(fit) - len(failed)} of the {len(fit)} that fit are within their limits")
-        if args.json is not None:
-            cases = [outcome.to_json() for outcome in outcomes]
-            figures = {"target": target.name, "compiler": versions, "cases": cases}
+    return conclude("jaxspec.plan", lambda: _run(sys.argv[1:] if argv is None else argv))
+
+
+def _run(argv: Sequence[str]) -> int:
+    args, target = prepare(argv)
+    compiler = "libtpu" if target.kind == "tpu" else "jax-cuda13-plugin"
+    versions = [f"{name} {importlib.metadata.version(name)}" for name in ("jax", compiler)]
+    print(f"target {target.name}: compiled by {', '.join(versions)}; nothing was run")
+    outcomes = compile_kernels(args, target)
+    failed = [outcome for outcome in outcomes if table.broken(outcome, target)]
+    fit = [outcome for outcome in outcomes if outcome.fits]
+    print(f"{len(fit) - len(failed)} of the {len(fit)} that fit are within their limits")
+    if args.json is not None:
+        cases = [outcome.to_json() for outcome in outcomes]
+        figures = {"target": target.name, "compiler": versions, "cases": cases}
+        try:
             report.write_json(args.json, figures)
-        return int(bool(failed))
-    except UsageError as error:
-        print("jaxspec.plan: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return 130
-    except BrokenPipeError:  # the reader has gone; nothing more can be said on stdout
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 1
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(args.json)) from None
+    return int(bool(failed))
 
 
 if __name__ == "__main__":

@@ -2,31 +2,30 @@
 
 from __future__ import annotations
 
+from jaxspec.signals import leave_quietly
+
+if __name__ == "__main__":  # before the rest, which takes a while
+    leave_quietly()
+
 import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from rich.console import Console
 
 from jaxspec.checkpoint import load_checkpoint
+from jaxspec.command import Parser, conclude
 from jaxspec.config import read_model_toml
 from jaxspec.errors import UsageError
 from jaxspec.resources import packaged_config
-from jaxspec.signals import exit_status, terminable
 from jaxspec.train.loop import Run
 from jaxspec.train.recipe import read_recipe
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise UsageError(f"{message}; --help shows what is right")
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = _Parser(
+    parser = Parser(
         prog="python -m jaxspec.train",
         description="Train a small DeepSeek-V4 model. A run that was killed goes on from its last "
         "saved state when it is started again with the same --out.",
@@ -42,22 +41,13 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; the exit status."""
-    try:
-        with terminable():
-            train(build_parser().parse_args(argv))
-    except UsageError as error:
-        print("jaxspec.train: " + " ".join(str(error).split()), file=sys.stderr)
-        return 2
-    except OSError as error:
-        print("jaxspec.train: " + " ".join(str(error).split()), file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        print(
-            "jaxspec.train: interrupted; the same command goes on from the last save",
-            file=sys.stderr,
-        )
-        return exit_status(interrupt)
-    return 0
+
+    def body() -> int:
+        train(build_parser().parse_args(argv))
+        return 0
+
+    told = "interrupted; the same command goes on from the last save"
+    return conclude("jaxspec.train", body, told)
 
 
 def train(args: argparse.Namespace) -> None:

@@ -22,7 +22,7 @@ def read_documents(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
     """
     documents = []
     try:
-        with path.open(encoding="utf-8") as lines:
+        with path.open("rb") as lines:
             for number, line in enumerate(lines, 1):
                 documents.append(_encode(tokenizer, line, f"{path}:{number}"))
     except OSError as error:
@@ -30,14 +30,16 @@ def read_documents(path: Path, tokenizer: Tokenizer) -> list[np.ndarray]:
     return documents
 
 
-def _encode(tokenizer: Tokenizer, line: str, where: str) -> np.ndarray:
+def _encode(tokenizer: Tokenizer, line: bytes, where: str) -> np.ndarray:
     try:
-        item: dict[str, Any] = json.loads(line)
+        item: dict[str, Any] = json.loads(line.decode("utf-8"))
         prompt, response = item["prompt"], item["response"]
         history = [Turn(turn["role"], turn["content"]) for turn in item.get("history", ())]
-    except (ValueError, KeyError, TypeError):
-        raise UsageError(f"{where} must be a JSON object with prompt and response") from None
-    ids = tokenizer.encode_chat(prompt, history) + tokenizer.encode(response)
+        ids = tokenizer.encode_chat(prompt, history) + tokenizer.encode(response)
+    except (ValueError, KeyError, TypeError, RecursionError):
+        raise UsageError(
+            f"{where} must be a JSON object with prompt and response, both text in UTF-8"
+        ) from None
     return np.array([*ids, tokenizer.special.eos], np.int32)
 
 

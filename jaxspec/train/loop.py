@@ -16,6 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from jaxspec.compiler import compiler_options
 from jaxspec.config import ModelConfig
+from jaxspec.errors import UsageError
 from jaxspec.model.params import ModelParams, init
 from jaxspec.resources import model_dir
 from jaxspec.text import Tokenizer
@@ -98,6 +99,12 @@ class Run:
             seed=recipe.seed,
         )
         self.dev = read_sets(data, "dev", tokenizer)
+        counts = {name: min(len(docs), DEV_DOCUMENTS) for name, docs in self.dev.items()}
+        if few := [name for name, count in counts.items() if count < recipe.micro]:
+            raise UsageError(
+                f"an evaluation has fewer dev documents of {', '.join(few)} (it reads "
+                f"{DEV_DOCUMENTS} at most) than micro, {recipe.micro}; add some or lower micro"
+            )
         self.blank = Blank.create(cfg, recipe.micro)
         self.optimizer = make_optimizer(cfg, recipe)
         options = compiler_options()
