@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -49,6 +50,7 @@ def run_action(action: str, stdout: Any) -> subprocess.CompletedProcess[str]:
         cwd=ROOT,
         stdout=stdout,
         stderr=subprocess.PIPE,
+        env={name: v for name, v in os.environ.items() if name != "PYTHONUNBUFFERED"},
         text=True,
         timeout=120,
         check=False,

@@ -235,8 +235,7 @@ def test_no_weights_are_copied_but_an_expert_at_a_time(size: tuple[int, ...]) ->
     products = {"dot_general"} if tile_size(rows * choices, experts) > 1 else set()
     assert users - passing == {"dynamic_slice"} | products
     compiled = traced.lower().compile()
-    weight_bytes = 4 * (2 * case.w1.size + case.w2.size)
-    assert compiled.memory_analysis().temp_size_in_bytes < weight_bytes
+    assert compiled.memory_analysis().temp_size_in_bytes < case.w1.nbytes  # of one of the three
 
 
 def test_wrong_shapes_are_named() -> None:
