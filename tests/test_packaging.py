@@ -57,7 +57,7 @@ def test_a_wheel_holds_and_finds_what_ships(tmp_path: Path) -> None:
         "settings.read_run_config(resources.run_config_file('demo'), {}); "
         "text.Tokenizer.load(resources.model_dir('nano')); "
         "from pallas_kernels import tuning; "
-        "tuning.select('index_topk', 'any', {})"
+        "tuning.select('index_topk', 'any', dict.fromkeys(tuning.SIZES['index_topk'], 1))"
     )
     done = subprocess.run(
         [sys.executable, "-c", code],
