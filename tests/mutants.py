@@ -35,6 +35,7 @@ HYPER = "jaxspec/model/hyper.py"
 LAYOUT = "jaxspec/model/layout.py"
 MOE = "jaxspec/model/moe.py"
 DENSE = "pallas_kernels/tree_attention/ref.py"
+DENSE_CPU = "pallas_kernels/tree_attention/cpu.py"
 INDEX = "pallas_kernels/index_topk/ref.py"
 INDEX_CPU = "pallas_kernels/index_topk/cpu.py"
 EXPERTS = "pallas_kernels/grouped_matmul/ref.py"
@@ -62,6 +63,10 @@ LARGEST = (
     "pallas_kernels/test_index_topk.py::test_the_largest_are_chosen_and_of_equal_ones_the_first"
 )
 INDEXES = "pallas_kernels/test_index_topk.py::test_each_node_selects_its_best_visible_entries"
+LONG_CHAINS = (
+    "pallas_kernels/test_tree_attention_cpu.py::"
+    "test_a_chain_longer_than_the_window_agrees_with_the_definition"
+)
 PAIRS = "pallas_kernels/test_grouped_matmul.py::test_equals_a_loop_over_pairs"
 
 _TREES_AND_CHOICES = (
@@ -228,6 +233,41 @@ _TREES_AND_CHOICES = (
         "inf, mass), lambda _: jax.nn.softmax(scores))",
         NARROWING,
     ),
+    Mutant(
+        "dead root is accepted",
+        VERIFY,
+        "match.at[0].set(tree.live[0])",
+        "match.at[0].set(True)",
+        WALKS,
+    ),
+    Mutant(
+        "dead children count as offered",
+        VERIFY,
+        "((index[:, None] == other) & tree.live[:, None])",
+        "(index[:, None] == other)",
+        RANKS,
+    ),
+    Mutant(
+        "dead siblings take a rank",
+        VERIFY,
+        "(node == other) & tree.live[:, None] &",
+        "(node == other) &",
+        RANKS,
+    ),
+    Mutant(
+        "bonus of before the cut",
+        VERIFY,
+        "last = jnp.maximum(count - 1, 0)[:, None]",
+        "last = jnp.maximum(result.count - 1, 0)[:, None]",
+        STREAMS,
+    ),
+    Mutant(
+        "margin looks at one side of a nucleus",
+        SAMPLE,
+        "choose_at(1 - BOUNDARY)",
+        "choose_at(1 + BOUNDARY)",
+        "test_narrowing.py::test_a_margin_is_zero_where_a_nucleus_by_a_hair_wider_or_narrower_chooses_otherwise",
+    ),
 )
 
 _DRAFTING = (
@@ -316,6 +356,41 @@ _DRAFTING = (
         "block.position + 2)",
         "block.position + 1)",
         DRAFTS,
+    ),
+    Mutant(
+        "children that cannot be chosen are drafted",
+        GROW,
+        "front.live[:, :given, None] & (best > MASKED / 2)",
+        "front.live[:, :given, None] & (best > 2 * MASKED)",
+        GROWS,
+    ),
+    Mutant(
+        "frontier index within its level",
+        GROW,
+        "index=(start + order)",
+        "index=(order)",
+        GROWS,
+    ),
+    Mutant(
+        "streams of what does not move change",
+        DRAFT,
+        "streams=jnp.where(moved, last, state.streams)",
+        "streams=last",
+        OBSERVES,
+    ),
+    Mutant(
+        "scratch holds one row a level",
+        ATTENTION,
+        "start=self.start + kv.shape[1]",
+        "start=self.start + 1",
+        DRAFTS,
+    ),
+    Mutant(
+        "sequences that are done draft through experts",
+        DRAFT,
+        "valid=front.live & live[:, None]",
+        "valid=front.live",
+        "test_mtp_drafter.py::test_a_sequence_that_is_not_live_reaches_no_expert",
     ),
 )
 
@@ -505,6 +580,27 @@ _STATE = (
     ),
     Mutant("offered one less", ANSWER, "sum(offered >= rank", "sum(offered > rank", RANKS),
     Mutant("reached one more", ANSWER, "sum(drafted > level", "sum(drafted >= level", RANKS),
+    Mutant(
+        "limit above the places of the output",
+        STATE,
+        "limit=jnp.minimum(jnp.asarray(limit, jnp.int32), max_new)",
+        "limit=jnp.asarray(limit, jnp.int32)",
+        "test_step.py::test_a_limit_is_no_more_than_the_output_has_places",
+    ),
+    Mutant(
+        "token after a chunk is its last",
+        STEP,
+        "chosen.token[:, 0], piece[:, -1])",
+        "chosen.token[:, 0], piece[:, -2])",
+        "test_step.py::test_prefill_in_chunks_of_any_size",
+    ),
+    Mutant(
+        "prefill counts as a step",
+        ANSWER,
+        "                if not is_first:",
+        "                if step:",
+        RANKS,
+    ),
 )
 
 _MODEL = (
@@ -653,7 +749,7 @@ _KERNELS = (
     ),
     Mutant(
         "window of a long chunk one too narrow",
-        "pallas_kernels/tree_attention/cpu.py",
+        DENSE_CPU,
         "(offset <= window)",
         "(offset < window)",
         CHUNKS,
@@ -742,6 +838,41 @@ _KERNELS = (
         "return jnp.where(live[:, None], pairs.sum(1), 0)",
         "return pairs.sum(1)",
         "pallas_kernels/test_grouped_matmul.py::test_dead_rows_are_zero_whatever_they_hold",
+    ),
+    Mutant(
+        "committed entries only once every row has some",
+        DENSE_CPU,
+        "lax.cond(held.max() > 0",
+        "lax.cond(held.min() > 0",
+        LONG_CHAINS,
+    ),
+    Mutant(
+        "first token falls out of the ring",
+        DENSE_CPU,
+        "jnp.arange(window) >= 0",
+        "jnp.arange(window) > 0",
+        LONG_CHAINS,
+    ),
+    Mutant(
+        "zeros of both signs differ",
+        INDEX_CPU,
+        "(scores + 0.0, jnp",
+        "(scores, jnp",
+        LARGEST,
+    ),
+    Mutant(
+        "gradient of a closed gate overflows",
+        EXPERTS_CPU,
+        "jnp.exp(jnp.minimum(-gate, 80.0))",
+        "jnp.exp(-gate)",
+        "pallas_kernels/test_grouped_matmul.py::test_a_closed_gate_has_a_finite_gradient",
+    ),
+    Mutant(
+        "dead rows reach experts",
+        EXPERTS_CPU,
+        "key = jnp.where(live[:, None], expert, experts)",
+        "key = jnp.where(True, expert, experts)",
+        "pallas_kernels/test_grouped_matmul.py::test_dead_rows_are_in_no_tile",
     ),
 )
 

@@ -7,6 +7,7 @@ A sequence starts at every position up to twice the window, its ring filled row 
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -15,7 +16,7 @@ import numpy as np
 import pytest
 
 from jaxspec.cache import extend_layer, init_layer
-from jaxspec.draft import Drafter
+from jaxspec.draft import Drafter, mtp
 from jaxspec.draft.grow import TreeShape
 from jaxspec.draft.mtp import MtpState, make_drafter
 from jaxspec.errors import UsageError
@@ -199,6 +200,26 @@ def test_a_sequence_that_is_not_live_drafts_nothing_and_disturbs_none(model, sta
     assert not some.live[~live].any()
     for got, want in zip(jax.tree.leaves(some), jax.tree.leaves(every), strict=True):
         assert same_bits(got[live], want[live])
+
+
+def test_a_sequence_that_is_not_live_reaches_no_expert(model, started, monkeypatch):
+    """Its rows are not valid at any level of the draft, and of every other one some are."""
+    seen = []
+
+    def watched(params, cfg, streams, layer, block, **choices):
+        jax.debug.callback(lambda valid: seen.append(np.array(valid)), block.valid)
+        return run_mtp(params, cfg, streams, layer, block, **choices)
+
+    monkeypatch.setattr(mtp, "run_mtp", watched)
+    live = np.random.default_rng(2).random(BATCH) < 0.5
+    choice = Sampling.create(BATCH), started.seed
+    arguments = model.params, started.state, started.root, started.length, choice, live
+    run = partial(_run_propose, drafter=make_drafter(model.cfg, TREE))  # traced by no other test
+    jax.block_until_ready(jax.jit(run, compiler_options=QUICK_COMPILE)(*arguments))
+    jax.effects_barrier()
+    assert len(seen) == TREE.levels - 1
+    for valid in seen:
+        np.testing.assert_array_equal(valid.any(1), live)
 
 
 # ------------------------------------------------------------------------------------- observation

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from jaxspec.sample import MASKED, Noise, Sampling, choose, perturb
+from jaxspec.sample import BOUNDARY, MASKED, Noise, Sampling, choose, margin, perturb
 from tests.sampling_law import law
 
 chosen = jax.jit(choose)
@@ -98,3 +98,20 @@ def test_scores_are_finite_for_extreme_logits():
         row = quiet(logits, Sampling.create(1, temperature=temperature, top_p=0.9))
         assert jnp.isfinite(perturbed(**row)).all()
         assert chosen(**row)[0, 0] == 3
+
+
+def test_a_margin_is_zero_where_a_nucleus_by_a_hair_wider_or_narrower_chooses_otherwise():
+    """At 0.9 a third token is in or out: where it would be chosen, nothing holds the choice."""
+    rows = 200
+    logits = jnp.broadcast_to(jnp.log(jnp.array([0.6, 0.3, 0.1])), (rows, 1, 3))
+    asked = {"seed": jnp.arange(rows, dtype=jnp.uint32), "position": jnp.ones((rows, 1), int)}
+    narrow, wide = (
+        chosen(logits, Sampling.create(rows, temperature=1.0, top_p=0.9 * scale), **asked)
+        for scale in (1 - BOUNDARY, 1 + BOUNDARY)
+    )
+    differs = np.asarray(narrow != wide)
+    assert 0 < differs.sum() < rows // 4
+    for scale in (1 - BOUNDARY / 2, 1 + BOUNDARY / 2):
+        sampling = Sampling.create(rows, temperature=1.0, top_p=0.9 * scale)
+        gap = np.asarray(jax.jit(margin)(logits, sampling, **asked))
+        assert np.array_equal(gap == 0, differs)

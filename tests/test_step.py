@@ -118,6 +118,11 @@ def test_plain_decoding_is_the_loop_on_the_host(toy):
     assert not np.any(state.output.offered)
 
 
+def test_a_limit_is_no_more_than_the_output_has_places(toy):
+    wish = Wish(prompt=(1,), limit=MAX_NEW + 3, temperature=0.0, seed=0)
+    assert fresh(toy, [wish, wish._replace(limit=2)], PLAIN).limit.tolist() == [MAX_NEW, 2]
+
+
 def check_margins(toy: Toy, wishes: Sequence[Wish], state: DecodeState) -> None:
     """The gap between the two best of log p + g at every token."""
     margin = np.asarray(state.output.margin)

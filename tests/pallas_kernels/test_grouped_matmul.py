@@ -15,7 +15,7 @@ import pytest
 
 from pallas_kernels import dispatch
 from pallas_kernels.grouped_matmul import grouped_matmul
-from pallas_kernels.grouped_matmul.cpu import tile_size
+from pallas_kernels.grouped_matmul.cpu import cut_tiles, tile_size
 
 LIMIT = 2.0
 # M, E, I, X, k: one row; few rows; then awkward sizes with a batched product and tiles after it.
@@ -157,6 +157,29 @@ def test_gradients_equal_those_of_the_definition(size: tuple[int, ...]) -> None:
     for name, value in want.items():
         assert got[name].dtype == value.dtype, name
         assert_close(np.asarray(got[name]), np.asarray(value))
+
+
+def test_dead_rows_are_in_no_tile() -> None:
+    """Nor do they keep an expert in use that no live row has chosen."""
+    case = random_case(np.random.default_rng(6), (60, 16, 8, 8, 2))
+    case.live[:] = np.arange(60) % 4 == 0
+    case.expert[:] = np.where(case.live[:, None], case.expert % 3, case.expert)
+    pairs = np.bincount(case.expert[case.live].reshape(-1), minlength=8)
+    tiles = cut_tiles(jnp.asarray(case.expert), jnp.asarray(case.live), (8, 4, 0))
+    assert np.asarray(tiles.tile_stop).tolist() == np.cumsum(-(-pairs // 4)).tolist()
+
+
+@pytest.mark.parametrize("size", [SIZES[0], SIZES[2]], ids=str)
+def test_a_closed_gate_has_a_finite_gradient(size: tuple[int, ...]) -> None:
+    """So far below zero exp(-gate) is infinite, and next to nothing goes through."""
+    case = random_case(np.random.default_rng(7), size)
+    case.live[:] = True
+    case.x, case.w1 = np.abs(case.x), -1000 * (1 + np.abs(case.w1))
+    assert np.einsum("xie,me->xim", case.w1, case.x).max() < -100
+    floats = {f: jnp.asarray(getattr(case, f)) for f in ("x", "w1", "w3", "w2", "weight")}
+    grads = jax.grad(loss)(floats, case, np.ones(case.x.shape, np.float32), "cpu")
+    for name, grad in grads.items():
+        assert np.abs(np.asarray(grad)).max() < 1e-20, name
 
 
 @pytest.mark.parametrize("size", [(9, 40, 24, 16, 2), (64, 32, 48, 8, 2), (200, 64, 48, 8, 2)])
