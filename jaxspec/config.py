@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
 from jaxspec.errors import UsageError
+from jaxspec.limits import INT32_MAX
 
 LayerKind = Literal["sliding", "csa", "hca"]
 CSA_RATIO = 4
@@ -126,8 +127,6 @@ _BUILT: dict[str, Any] = {
     "tie_word_embeddings": False,
 }
 """Settings of the released `config.json` that have one value in every DeepSeek-V4."""
-LARGEST = 2**31 - 1
-"""Of every number: sizes and positions are int32."""
 _MAY_BE_ZERO = {"num_hash_layers", "bos_token_id", "eos_token_id", "n_shared_experts"}
 _DIVISIBLE = (("num_attention_heads * head_dim", "o_groups"),)
 _YARN = {
@@ -140,10 +139,10 @@ _YARN = {
 
 def _check_number(name: str, value: int | float) -> None:
     least = "at least" if name in _MAY_BE_ZERO else "above"
-    in_range = 0 <= value <= LARGEST  # false for NaN
+    in_range = 0 <= value <= INT32_MAX  # false for NaN
     if not in_range or (value == 0 and name not in _MAY_BE_ZERO):
         shown = reprlib.repr(value)
-        raise UsageError(f"{name} is {shown}; it must be {least} 0 and finite, {LARGEST} at most")
+        raise UsageError(f"{name} is {shown}; it must be {least} 0 and finite, {INT32_MAX} at most")
 
 
 def _size(cfg: ModelConfig, product: str) -> int:
@@ -216,7 +215,7 @@ def _check_built(raw: Mapping[str, Any], source: str) -> None:
 
 
 def _is_count(value: Any) -> TypeGuard[int]:
-    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= LARGEST
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value <= INT32_MAX
 
 
 def read_model_toml(path: Path) -> ModelConfig:
@@ -243,7 +242,7 @@ def _build(raw: Mapping[str, Any], source: str, *, strict: bool) -> ModelConfig:
             values[name] = tuple(value)
         elif kind == "float" and isinstance(value, int | float) and not isinstance(value, bool):
             # What is too large for a float is refused with the other ranges.
-            values[name] = float(value) if abs(value) <= LARGEST else value
+            values[name] = float(value) if abs(value) <= INT32_MAX else value
         elif kind == "int" and isinstance(value, int) and not isinstance(value, bool):
             values[name] = value
         else:

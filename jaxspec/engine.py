@@ -26,13 +26,14 @@ from jaxspec.draft.grow import TreeShape
 from jaxspec.draft.mtp import make_drafter
 from jaxspec.draft.plain import PLAIN
 from jaxspec.errors import UsageError
+from jaxspec.limits import UINT32_MAX
 from jaxspec.model.backends import check_impl
 from jaxspec.model.params import ModelParams
 from jaxspec.phases import measure_shares
 from jaxspec.requests import Request, check_token_ids
 from jaxspec.results import Completion, Emission, Statistics
 from jaxspec.sample import Sampling
-from jaxspec.settings import MAX_SEED, RunConfig
+from jaxspec.settings import RunConfig
 from jaxspec.shapes import Shapes, plan, round_up
 from jaxspec.state import DecodeState, init_state, insert
 from jaxspec.step import generate, observer, prefill
@@ -135,10 +136,10 @@ class Engine:
         if not prompt or min(prompt) < 0:
             raise UsageError(f"prompt {request.id!r} needs at least one token, and ids >= 0")
         check_token_ids([dataclasses.replace(request, prompt=prompt)], self.cfg.vocab_size)
-        if request.seed is not None and not 0 <= request.seed <= MAX_SEED:
+        if request.seed is not None and not 0 <= request.seed <= UINT32_MAX:
             raise UsageError(
                 f"prompt {request.id!r} has the seed {request.seed}; it must be from 0 "
-                f"to {MAX_SEED}"
+                f"to {UINT32_MAX}"
             )
         limit = request.max_new_tokens
         limit = self.run.max_new_tokens if limit is None else limit
@@ -192,13 +193,13 @@ class Engine:
         waiting = deque(self.answers)
         slots: list[Answer | None] = [None] * shapes.batch
         while waiting or any(slots):
-            for slot, held in enumerate(slots):
-                if held is None and waiting:
-                    slots[slot] = waiting.popleft()
-                    state = insert(state, self._prefill(slots[slot], shapes), slot)
+            filled = [slot for slot, held in enumerate(slots) if held is None][: len(waiting)]
+            for slot in filled:
+                slots[slot] = waiting.popleft()
+                state = insert(state, self._prefill(slots[slot], shapes), slot)
             self._keep_sample(state)
-            # While some wait, no slot is empty: one that is done has all it asked for by prefill.
-            if not (waiting and np.asarray(state.done).any()):
+            # A slot that is done already has all it asked for by prefill; others wait for it.
+            if not (filled and waiting and np.asarray(state.done).any()):
                 before = time.perf_counter()
                 state = self._step(state, steps=STEPS_A_LOOK, refill=bool(waiting))
                 jax.block_until_ready(state)

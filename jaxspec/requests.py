@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import UsageError
-from jaxspec.settings import MAX_SEED
+from jaxspec.limits import UINT32_MAX
 
 ROLES = ("system", "user", "assistant")
 
@@ -150,7 +150,7 @@ def _request(row: dict[str, Any], number: int, where: str) -> Request:
         prompt,
         _history(row.get("history"), where),
         _optional_integer(row, "max_new_tokens", 1, None, where),
-        _optional_integer(row, "seed", 0, MAX_SEED, where),
+        _optional_integer(row, "seed", 0, UINT32_MAX, where),
     )
 
 

@@ -22,7 +22,7 @@ from flax import struct
 from jax import Array, lax
 
 from jaxspec.errors import UsageError
-from jaxspec.settings import MAX_TOP_K
+from jaxspec.limits import INT32_MAX
 
 MASKED = float(np.finfo(np.float32).min)
 """Score of a token that cannot be chosen: finite, since zero times infinity is not a number."""
@@ -55,8 +55,8 @@ class Sampling(struct.PyTreeNode):
         count = _spread("top_k", top_k, batch, np.int64)
         mass = _spread("top_p", top_p, batch, np.float32)
         _require(bool(np.all(np.isfinite(heat) & (heat >= 0))), "temperature", "0 or more", heat)
-        fits = bool(np.all((count >= 0) & (count <= MAX_TOP_K)))
-        _require(fits, "top_k", f"0 (off) or up to {MAX_TOP_K}", count)
+        fits = bool(np.all((count >= 0) & (count <= INT32_MAX)))
+        _require(fits, "top_k", f"0 (off) or up to {INT32_MAX}", count)
         _require(bool(np.all((mass > 0) & (mass <= 1))), "top_p", "above 0 and at most 1", mass)
         greedy = heat == 0
         return Sampling(

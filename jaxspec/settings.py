@@ -11,13 +11,10 @@ from pathlib import Path
 from typing import Any, Literal
 
 from jaxspec.errors import UsageError
+from jaxspec.limits import FLOAT32_MAX, INT32_MAX, UINT32_MAX
 
 MAX_BATCH = 64
 MAX_BUDGET = 64
-MAX_SEED = 2**32 - 1
-MAX_TOP_K = 2**31 - 1
-MAX_FLOAT = 3.4028234663852886e38
-"""The largest float32."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,7 +75,7 @@ def _is_integer(value: Any, low: int, high: int | None) -> bool:
 def _is_number(value: Any) -> bool:
     if not isinstance(value, int | float) or isinstance(value, bool):
         return False
-    return abs(value) <= MAX_FLOAT  # false for NaN, and no integer is too large to be compared
+    return abs(value) <= FLOAT32_MAX  # false for NaN, and no integer is too large to be compared
 
 
 _BUDGET = Rule(
@@ -135,10 +132,12 @@ class RunConfig:
         "sample among the likeliest tokens that together hold this probability",
     )
     top_k: int = _setting(
-        0, integer(0, MAX_TOP_K), "sample among this many likeliest tokens; 0 is all"
+        0, integer(0, INT32_MAX), "sample among this many likeliest tokens; 0 is all"
     )
     seed: int = _setting(
-        0, integer(0, MAX_SEED), "of the run; a prompt's own is derived from it and the prompt's id"
+        0,
+        integer(0, UINT32_MAX),
+        "of the run; a prompt's own is derived from it and the prompt's id",
     )
     stop: tuple[str, ...] = _setting((), _STOP, "text that ends a completion (may be repeated)")
     max_len: int | None = _setting(

@@ -7,6 +7,8 @@ import math
 import jax.numpy as jnp
 from jax import Array
 
+E4M3_MAX, E2M1_MAX = 448.0, 6.0
+"""The largest numbers of the formats that are scaled: FP8 and FP4."""
 LEAST, MOST = -126, 126
 """Exponents whose powers of two, and their inverses, are normal numbers of float32: XLA takes
 smaller ones for zero."""

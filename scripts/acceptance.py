@@ -26,7 +26,7 @@ from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.results import MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
-from scripts.table import markdown
+from scripts.figures import asked, markdown
 
 CONVENTION = (
     "D counts the tokens verified in a step, the root included; accepted length (τ) is tokens "
@@ -247,10 +247,9 @@ def measure(args: argparse.Namespace) -> int:
     compared = sum(len(cell.run.completions) for cell in others)
     print_report(rows, found, compared)
     if args.out is not None:
-        config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
         value = {
             "convention": CONVENTION,
-            "config": config | {"max_len": capacity},
+            "config": asked(args) | {"max_len": capacity},
             "versions": {"jaxspec": __version__, "jax": jax.__version__},
             "machine": platform.machine(),
             "results": rows,

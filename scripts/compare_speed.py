@@ -28,7 +28,7 @@ from jaxspec.command import Parser, conclude
 from jaxspec.config import read_config
 from jaxspec.errors import UsageError
 from jaxspec.resources import model_dir
-from scripts.table import markdown
+from scripts.figures import asked, markdown
 
 PAUSE = 0.3
 """Seconds between turns: idle threads of the other engine may spin for a while."""
@@ -241,8 +241,7 @@ def compare(args: argparse.Namespace) -> int:
     found = measure(args)
     print(describe(args, found))
     if args.out is not None:
-        config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
-        report.write_json(args.out, {"config": config, **found})
+        report.write_json(args.out, {"config": asked(args), **found})
     return 0
 
 

@@ -28,7 +28,7 @@ from jaxspec.results import Completion, MethodRun
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
 from scripts.acceptance import load_model, read_sets
-from scripts.table import markdown
+from scripts.figures import markdown
 
 
 class Cell(NamedTuple):

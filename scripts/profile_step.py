@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
-from scripts.table import markdown
+from scripts.figures import markdown
 
 # Innermost scope first: an op belongs to the first that its name holds.
 STAGES = {

@@ -26,7 +26,7 @@ from jaxspec.requests import Request, read_requests, requests_from_prompts
 from jaxspec.resources import EMBEDDED_MODEL, model_dir
 from jaxspec.settings import RunConfig
 from jaxspec.text import Tokenizer
-from scripts.table import markdown
+from scripts.figures import asked, markdown
 
 METHODS = ("none", "linear", "tree")
 MAX_RATE, MAX_GAP = 0.02, 0.1
@@ -205,10 +205,9 @@ def measure(args: argparse.Namespace) -> int:
     print(f"{CONVENTION}\n\n{table(figures)}\n")
     print("\n".join(above) or f"Within the floors: rate {args.max_rate:g}, gap {args.max_gap:g}.")
     if args.out is not None:
-        config = {name: str(v) if isinstance(v, Path) else v for name, v in vars(args).items()}
         value = {
             "convention": CONVENTION,
-            "config": config,
+            "config": asked(args),
             "versions": {"jaxspec": __version__, "jax": jax.__version__},
             "results": [each._asdict() for each in figures],
             "diverging": details,

@@ -560,7 +560,7 @@ _STATE = (
     Mutant(
         "a step for slots whose answers ended in prefill",
         ENGINE,
-        "if not (waiting and np.asarray(state.done).any()):",
+        "if not (filled and waiting and np.asarray(state.done).any()):",
         "if True:",
         "test_engine.py::test_a_slot_whose_answer_ends_in_prefill_is_filled_again_at_once",
     ),

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from scripts.table import markdown
+from scripts.figures import markdown
 
 ROOT = Path(__file__).parent.parent
 COMMANDS = sorted(

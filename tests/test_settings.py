@@ -9,8 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxspec.errors import UsageError
+from jaxspec.limits import UINT32_MAX
 from jaxspec.resources import run_config_file
-from jaxspec.settings import MAX_BATCH, MAX_BUDGET, MAX_SEED, Mesh, RunConfig, read_run_config
+from jaxspec.settings import MAX_BATCH, MAX_BUDGET, Mesh, RunConfig, read_run_config
 
 REFUSED = {
     "method": ["branch", "", 3, None],
@@ -21,7 +22,7 @@ REFUSED = {
     "temperature": [-0.1, math.nan, math.inf, "hot", True],
     "top_p": [0, -0.5, 1.0001, math.nan],
     "top_k": [-1, 0.5],
-    "seed": [-1, MAX_SEED + 1, "x"],
+    "seed": [-1, UINT32_MAX + 1, "x"],
     "stop": ["###", ("",), (1,), ["a"]],
     "max_len": [0, -1, 3.5],
     "impl": ["cuda"],
@@ -43,7 +44,7 @@ valid_settings = st.fixed_dictionaries(
         "temperature": st.floats(0, 100),
         "top_p": st.floats(0, 1, exclude_min=True),
         "top_k": st.integers(0, 10**6),
-        "seed": st.integers(0, MAX_SEED),
+        "seed": st.integers(0, UINT32_MAX),
         "stop": st.lists(st.text(st.characters(codec="utf-8"), min_size=1), max_size=3).map(tuple),
         "max_len": st.integers(MAX_BUDGET, 10**6),
         "impl": st.sampled_from(["auto", "ref", "cpu", "tpu", "gpu"]),

@@ -112,10 +112,7 @@ def _run(argv: Sequence[str]) -> int:
     if args.json is not None:
         cases = [outcome.to_json() for outcome in outcomes]
         figures = {"target": target.name, "compiler": versions, "cases": cases}
-        try:
-            report.write_json(args.json, figures)
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(args.json)) from None
+        report.write_json(args.json, figures)
     return int(bool(failed))
 
 

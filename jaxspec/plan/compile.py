@@ -6,6 +6,7 @@ without asking for which GPU they are: so one process for each target, and a new
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -48,11 +49,10 @@ class Compiler:
         start = time.monotonic()
         process = self._process or self._start()
         assert process.stdin is not None
-        try:
+        # It may have died before it could read; what follows finds out why.
+        with contextlib.suppress(BrokenPipeError):
             process.stdin.write(json.dumps(dataclasses.asdict(job)).encode() + b"\n")
             process.stdin.flush()
-        except BrokenPipeError:
-            pass  # it died before it could read; what follows finds out why
         answer = self._read_line(process, start + timeout)
         if answer:
             return Outcome.from_json(json.loads(answer))

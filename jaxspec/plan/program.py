@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,9 +34,9 @@ class Program(NamedTuple):
     @property
     def operand_bytes(self) -> int:
         """Bytes of all operands."""
-        import jax
+        from pallas_kernels.memory import nbytes
 
-        return sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(self.avals))
+        return nbytes(self.avals)
 
 
 @dataclasses.dataclass(frozen=True)

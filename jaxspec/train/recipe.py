@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxspec.errors import UsageError
-from jaxspec.settings import MAX_FLOAT, MAX_SEED
+from jaxspec.limits import FLOAT32_MAX, UINT32_MAX
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,8 +42,8 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             _check(field, getattr(self, field.name))
-        if not 0 <= self.seed <= MAX_SEED:
-            raise UsageError(f"seed is {self.seed}; it must be from 0 to {MAX_SEED}")
+        if not 0 <= self.seed <= UINT32_MAX:
+            raise UsageError(f"seed is {self.seed}; it must be from 0 to {UINT32_MAX}")
         for name in ("sequence", "batch", "micro", "steps", "draft_depths", "draft_anchors"):
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} is {getattr(self, name)}; it must be at least 1")
@@ -68,7 +68,7 @@ def _check(field: dataclasses.Field[Any], value: Any) -> None:
     else:
         kinds = (int,) if field.type == "int" else (int, float)
         fits = isinstance(value, kinds) and not isinstance(value, bool)
-        fits = fits and abs(value) <= MAX_FLOAT  # false for NaN
+        fits = fits and abs(value) <= FLOAT32_MAX  # false for NaN
         wanted = "an integer" if field.type == "int" else "a finite number"
     if not fits:
         raise UsageError(f"{field.name} must be {wanted}, not {reprlib.repr(value)}")

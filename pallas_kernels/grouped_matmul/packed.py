@@ -7,11 +7,10 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.e8m0 import exponent_for, power
+from pallas_kernels.e8m0 import E2M1_MAX, E4M3_MAX, exponent_for, power
 
 FP8_BLOCK = 128  # rows and columns that share a scale
 FP4_GROUP = 32  # inputs that share a scale
-E4M3_MAX, E2M1_MAX = 448.0, 6.0
 
 
 class Fp8Weights(NamedTuple):

@@ -7,9 +7,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
-from pallas_kernels.e8m0 import exponent_for, power
-
-E4M3_MAX = 448.0
+from pallas_kernels.e8m0 import E4M3_MAX, exponent_for, power
 
 
 class PackedKeys(NamedTuple):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
-from pallas_kernels.e8m0 import exponent_for, power
+from pallas_kernels.e8m0 import E4M3_MAX, exponent_for, power
 from pallas_kernels.tree_attention.sources import (
     FP8_GROUP,
     Bf16Words,
@@ -26,7 +26,7 @@ def quantise(entries: Array, rotary: int) -> Fp8Entries:
     groups = -(-dims // FP8_GROUP)
     padded = jnp.pad(whole, [(0, 0)] * (whole.ndim - 1) + [(0, groups * FP8_GROUP - dims)])
     largest = jnp.abs(padded.reshape(*whole.shape[:-1], groups, FP8_GROUP)).max(-1)
-    exponent = exponent_for(jnp.maximum(largest, 1e-4), 448)
+    exponent = exponent_for(jnp.maximum(largest, 1e-4), E4M3_MAX)
     inverse = jnp.repeat(power(-exponent), FP8_GROUP, axis=-1)[..., :dims]
     return Fp8Entries(
         values=(whole * inverse).astype(jnp.float8_e4m3fn),
@@ -38,7 +38,7 @@ def quantise(entries: Array, rotary: int) -> Fp8Entries:
 def dequantise(entries: Fp8Entries) -> Array:
     """The values of FP8 entries, `[B, C, K]` bfloat16: exact, as a power of two scales them."""
     exponent = jnp.repeat(entries.scale.astype(jnp.int32) - 127, FP8_GROUP, axis=-1)
-    scale = jnp.ldexp(jnp.float32(1), exponent[..., : entries.values.shape[-1]])
+    scale = power(exponent[..., : entries.values.shape[-1]])
     whole = entries.values.astype(jnp.float32) * scale
     return jnp.concatenate([whole.astype(jnp.bfloat16), entries.rotary], axis=-1)
 

@@ -10,7 +10,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from pallas_kernels.tree_attention.gpu_layout import (
-    ALL_BITS,
     MATRIX,
     ROW,
     STAGES,
@@ -22,6 +21,7 @@ from pallas_kernels.tree_attention.gpu_layout import (
     along,
     pieces,
 )
+from pallas_kernels.words import ALL_BITS
 
 
 class Place(NamedTuple):

@@ -16,7 +16,6 @@ LOWEST = float(jnp.finfo(jnp.float32).min)
 LOG2E = math.log2(math.e)
 STAGES = 2
 """Groups of FP8 values that a warpgroup has under way."""
-ALL_BITS = 0xFFFFFFFF
 MATRIX = plgpu.Layout.WGMMA
 ROW = plgpu.Layout.WGMMA.reduce(1)
 

@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from pallas_kernels.memory import nbytes
+from pallas_kernels.memory import nbytes, row_nbytes
 from pallas_kernels.tree_attention.gpu_layout import TILE
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
@@ -51,7 +51,7 @@ def traffic(
         capacity = jax.tree.leaves(committed.entries)[0].shape[1]
         tiles += -(-capacity // TILE) + -(-own.entries.shape[1] // TILE)
         counts = np.minimum(_known(committed.length, batch, 1 << 30) // committed.ratio, capacity)
-        entry = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(committed.entries))
+        entry = row_nbytes(committed.entries)
         seen, touched = counts, -(-counts // TILE) * TILE
         if committed.selected is not None:
             read += nbytes(committed.selected)
@@ -85,7 +85,7 @@ def _converted(entries: Any, rows: int, width: int) -> tuple[int, int]:
     if isinstance(entries, Fp8Entries) and unpacks(entries):  # scales are turned first
         scales = rows * entries.scale.shape[-1]
         return scales, scales
-    entry = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(entries))
+    entry = row_nbytes(entries)
     if entry != 2 * width:  # brought to bfloat16 first, all of them
         return rows * entry, rows * 2 * width
     return 0, 0

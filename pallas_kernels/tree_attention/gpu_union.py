@@ -14,8 +14,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.tree_attention.sources import Committed
+from pallas_kernels.words import WORD
 
-WORD = 32
 MOVES = 4
 """A union is gathered if the capacity is more than so many times its largest size."""
 

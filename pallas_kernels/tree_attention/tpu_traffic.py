@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from jax import Array
 
-from pallas_kernels.memory import nbytes
+from pallas_kernels.memory import nbytes, row_nbytes
 from pallas_kernels.tree_attention.forms import to_bytes
 from pallas_kernels.tree_attention.sources import FP8_GROUP, Committed, Fp8Bytes, Fp8Entries, Own
 from pallas_kernels.tree_attention.tpu_plan import LANES, Plan, Rows, Walk, choose, rows_of
@@ -111,7 +111,7 @@ def _entries_least(plan: Plan, committed: Committed, counts: np.ndarray) -> int:
         whole = plan.dim - entries.rotary
         row = whole + -(-whole // FP8_GROUP) + 2 * entries.rotary
     else:
-        row = sum(x.shape[-1] * x.dtype.itemsize for x in jax.tree.leaves(entries))
+        row = row_nbytes(entries)
     if committed.selected is None:
         return int(counts.sum()) * row
     single = walk._replace(pack=1)
