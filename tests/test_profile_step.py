@@ -1,4 +1,4 @@
-"""`scripts.profile_step`: reading programs, refusals, and the command on the embedded model."""
+"""`scripts.profile_step`: reading programs, refusals, and the command on all kinds of layers."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import re
 import pytest
 
 from scripts import profile_step
+from tests.oracle import random_checkpoint, save_checkpoint
 
 HLO = """
 ENTRY main {
@@ -27,8 +28,18 @@ def test_stages_are_the_innermost_scopes_and_loops_are_not_counted() -> None:
     assert stages["add.4"] == profile_step.STAGES[""]
 
 
-def test_the_embedded_model_is_profiled(capsys) -> None:
-    assert profile_step.main(["--steps", "2", "--context", "40"]) == 0
+@pytest.fixture(params=["small", pytest.param("embedded", marks=pytest.mark.slow)])
+def model(request, tmp_path) -> str:
+    """A model with all kinds of layers: a drawn one whose bytes show in the digits, or nano."""
+    if request.param == "embedded":
+        return "nano"
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "vocab_size": 2048}
+    save_checkpoint(tmp_path, *random_checkpoint(sizes | {"compress_ratios": [0, 4, 16]}))
+    return str(tmp_path)
+
+
+def test_a_model_is_profiled(model: str, capsys) -> None:
+    assert profile_step.main([model, "--steps", "2", "--context", "40"]) == 0
     printed = capsys.readouterr().out
     for scope in ("hyper", "compress", "attention", "moe", "head"):
         assert profile_step.STAGES[scope] in printed

@@ -71,7 +71,9 @@ def test_both_plans_agree_with_the_definition_in_any_tiles(name: str, mode: str)
     hold(few, mode=mode, node_tile=16, entry_tile=128)
 
 
-@pytest.mark.parametrize("form", ["plain", "bytes", "words"])
+@pytest.mark.parametrize(
+    "form", ["words", *(pytest.param(form, marks=pytest.mark.slow) for form in ("plain", "bytes"))]
+)
 def test_a_union_of_several_steps_is_fetched_while_the_last_one_is_used(form: str) -> None:
     # Steps of 128 entries: both buffers are used again, and the second sequence has no entries.
     case = EVERY["csa-gather-bfloat16"]._replace(
