@@ -57,6 +57,7 @@ NODES = "test_golden.py::test_as_trees_of_one_node"
 TREES = "test_tree_verify.py::test_every_node_of_random_trees_equals_its_serial_decoding"
 SELECTS = "test_grow.py::test_select_is_best_first"
 GROWS = "test_grow.py::test_growth_is_a_beam_of_path_scores"
+ENDS = "test_grow.py::test_what_cannot_enter_a_tree_does_not_grow_and_is_not_missed"
 OBSERVES = "test_mtp_drafter.py::test_observing_a_path_is_running_its_rows_singly"
 DRAFTS = "test_mtp_drafter.py::test_scores_of_a_draft_are_those_of_its_paths_run_one_by_one"
 LARGEST = (
@@ -302,6 +303,55 @@ _DRAFTING = (
         GROWS,
     ),
     Mutant(
+        "frontier one node short",
+        GROW,
+        "(before.sum(-1) < budget - 1)",
+        "(before.sum(-1) < budget - 2)",
+        ENDS,
+    ),
+    Mutant(
+        "ties are not before",
+        GROW,
+        "candidates.live[:, None] & (higher | (equal & earlier))",
+        "candidates.live[:, None] & higher",
+        ENDS,
+    ),
+    Mutant(
+        "draft ends a level early",
+        DRAFT,
+        "(drafted.grown.level < shape.levels)",
+        "(drafted.grown.level < shape.levels - 1)",
+        DRAFTS,
+    ),
+    Mutant(
+        "draft goes on for sequences that are done",
+        DRAFT,
+        "front = drafted.front.live & live[:, None]",
+        "front = drafted.front.live",
+        "test_mtp_drafter.py::test_a_draft_ends_where_no_sequence_needs_another_level",
+    ),
+    Mutant(
+        "norms of the draft's two inputs swapped",
+        "jaxspec/model/mtp.py",
+        "rms_norm(embedding, p.enorm,",
+        "rms_norm(embedding, p.hnorm,",
+        "test_golden.py::test_in_chunks",
+    ),
+    Mutant(
+        "noise one level short",
+        STEP,
+        "drafter.depth + 1, cfg.vocab_size)",
+        "drafter.depth, cfg.vocab_size)",
+        "test_step.py::test_a_step_emits_the_path_that_plain_decoding_takes",
+    ),
+    Mutant(
+        "room for one entry less",
+        CACHE,
+        "capacity = max(max_len // ratio, 1)",
+        "capacity = max(max_len // ratio - 1, 1)",
+        "test_laws.py::test_a_cache_may_be_filled_to_its_last_place",
+    ),
+    Mutant(
         "sharpened without its sum",
         GROW,
         "logsumexp(sharpness * scores",
@@ -367,8 +417,8 @@ _DRAFTING = (
     Mutant(
         "frontier index within its level",
         GROW,
-        "index=(start + order)",
-        "index=(order)",
+        "(start + order).astype(jnp.int32)",
+        "order.astype(jnp.int32)",
         GROWS,
     ),
     Mutant(

@@ -180,7 +180,7 @@ def speculate(models, sampling, seed, context, *, size, shift=0):
         position = jnp.repeat(length[:, None] + 1 + level, width, axis=1)
         scores = perturb(draft[above, front.token], sampling, seed, position, noise=noise)
         candidates = expand(candidates, front, scores)
-        below = frontier(candidates)
+        below = frontier(candidates, budget)
         above = jnp.take_along_axis(front.token, below.parent_slot, axis=1)
         return (candidates, below, above), None
 

@@ -12,8 +12,11 @@ from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT
 from tests.random_trees import ancestry, depths
 
+EVERY = 1 << 20
+"""A budget that no candidate is beyond."""
 
-def grow(table, root, *, levels, width, top_k, sharpness=1.0):
+
+def grow(table, root, *, levels, width, top_k, sharpness=1.0, budget=EVERY):
     """Candidates of a drafter whose scores depend on the last token: `table [V, V]`."""
     candidates = Candidates.empty(root.shape[0], levels=levels, width=width, top_k=top_k)
     front = Frontier.root(root, width=width)
@@ -22,11 +25,11 @@ def grow(table, root, *, levels, width, top_k, sharpness=1.0):
         fronts.append(front)
         scores = table[front.token[:, :1] if level == 0 else front.token]
         candidates = expand(candidates, front, scores, sharpness=sharpness)
-        front = frontier(candidates)
+        front = frontier(candidates, budget)
     return candidates, fronts
 
 
-grown = jax.jit(grow, static_argnames=("levels", "width", "top_k"))
+grown = jax.jit(grow, static_argnames=("levels", "width", "top_k", "budget"))
 selected = jax.jit(select, static_argnums=2)
 
 
@@ -215,6 +218,40 @@ def test_frontier_knows_where_its_parents_stood():
     assert fronts[1].live.sum(1).tolist() == [2, 2]  # the root has two children only
 
 
+@pytest.mark.parametrize(
+    ("levels", "width", "top_k", "budget"),
+    [(5, 2, 2, 6), (4, 4, 4, 16), (6, 1, 3, 7), (4, 3, 3, 2)],
+)
+def test_what_cannot_enter_a_tree_does_not_grow_and_is_not_missed(levels, width, top_k, budget):
+    """Scores of flat, steep, tied and certain drafts; the order of candidates is a heap's."""
+    rng = np.random.default_rng(budget)
+    root = jnp.arange(24, dtype=jnp.int32)
+    shape = {"levels": levels, "width": width, "top_k": top_k}
+    dropped = 0
+    for spread, grain in ((0.1, None), (3.0, None), (2.0, 1.0), (1e30, None)):
+        table = rng.normal(size=(24, 24)) * spread
+        table = jnp.asarray(
+            table if grain is None else np.round(table / grain) * grain, jnp.float32
+        )
+        every, _ = grown(table, root, **shape)
+        candidates, fronts = grown(table, root, **shape, budget=budget)
+        want = selected(every, root, budget)
+        jax.tree.map(np.testing.assert_array_equal, selected(candidates, root, budget), want)
+        parent, score, live = (
+            np.asarray(x) for x in (candidates.parent, candidates.score, candidates.live)
+        )
+        for level, front in enumerate(fronts[1:], 1):
+            known = np.arange(parent.shape[1]) < level * width * top_k
+            for b in range(len(root)):
+                first = best_first(parent[b], score[b], live[b] & known, budget - 1)
+                grows = set(np.asarray(front.index[b])[np.asarray(front.live[b])].tolist())
+                mine = np.flatnonzero(live[b] & known & (np.asarray(candidates.depth) == level))
+                best = sorted(mine, key=lambda i, b=b: (-score[b, i], i))[:width]
+                assert grows == set(best) & set(first)
+                dropped += len(best) - len(grows)
+    assert dropped > 0
+
+
 def test_chain_is_width_one():
     rng = np.random.default_rng(5)
     table = jnp.asarray(rng.normal(size=(20, 20)), jnp.float32)
@@ -256,7 +293,7 @@ def test_growth_fits_a_scan_and_mixes_no_rows():
         def step(carry, _):
             candidates, front = carry
             candidates = expand(candidates, front, table[front.token])
-            return (candidates, frontier(candidates)), None
+            return (candidates, frontier(candidates, EVERY)), None
 
         empty = Candidates.empty(root.shape[0], levels=4, width=3, top_k=2)
         start = (empty, Frontier.root(root, width=3))

@@ -256,6 +256,18 @@ def grow_capacity(model: Model, cache: Cache, max_len: int) -> Cache:
     return cache.replace(layers=layers)
 
 
+@pytest.mark.parametrize("length", [40, 43])
+def test_a_cache_may_be_filled_to_its_last_place(tiny, length):
+    """Whole windows or not: entries have room as raw rows have."""
+    token = np.random.default_rng(length).integers(64, size=(3, length)).astype(np.int32)
+    valid = np.array([length, length - 1, length - 9], np.int32)
+    full, roomy = (
+        advance(tiny.params, tiny.cfg, init_cache(tiny.cfg, 3, room), token, valid)[1]
+        for room in (length, MAX_LEN)
+    )
+    assert state_error(grow_capacity(tiny, full, MAX_LEN), roomy).max() < CLOSE
+
+
 # Law: `extend` is the only writer, and it writes what was accepted and nothing else.
 
 

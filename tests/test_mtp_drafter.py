@@ -202,8 +202,10 @@ def test_a_sequence_that_is_not_live_drafts_nothing_and_disturbs_none(model, sta
         assert same_bits(got[live], want[live])
 
 
-def test_a_sequence_that_is_not_live_reaches_no_expert(model, started, monkeypatch):
-    """Its rows are not valid at any level of the draft, and of every other one some are."""
+def passes(
+    model, started, shape: TreeShape, live, monkeypatch
+) -> tuple[list[np.ndarray], DraftTree]:
+    """Which rows each pass of the block computes, `[B, width]` of every pass, and the draft."""
     seen = []
 
     def watched(params, cfg, streams, layer, block, **choices):
@@ -211,15 +213,35 @@ def test_a_sequence_that_is_not_live_reaches_no_expert(model, started, monkeypat
         return run_mtp(params, cfg, streams, layer, block, **choices)
 
     monkeypatch.setattr(mtp, "run_mtp", watched)
-    live = np.random.default_rng(2).random(BATCH) < 0.5
     choice = Sampling.create(BATCH), started.seed
     arguments = model.params, started.state, started.root, started.length, choice, live
-    run = partial(_run_propose, drafter=make_drafter(model.cfg, TREE))  # traced by no other test
-    jax.block_until_ready(jax.jit(run, compiler_options=QUICK_COMPILE)(*arguments))
+    run = partial(_run_propose, drafter=make_drafter(model.cfg, shape))  # traced by no other test
+    tree = jax.device_get(jax.jit(run, compiler_options=QUICK_COMPILE)(*arguments))
     jax.effects_barrier()
-    assert len(seen) == TREE.levels - 1
+    return seen, tree
+
+
+def test_a_sequence_that_is_not_live_reaches_no_expert(model, started, monkeypatch):
+    """Its rows are not valid at any level of the draft, and of every other one some are."""
+    live = np.random.default_rng(2).random(BATCH) < 0.5
+    seen, _ = passes(model, started, ALL, live, monkeypatch)
+    assert len(seen) == ALL.levels - 1
     for valid in seen:
         np.testing.assert_array_equal(valid.any(1), live)
+
+
+def test_a_draft_ends_where_no_sequence_needs_another_level(model, started, monkeypatch):
+    """A random block is unsure of every token: a tree of 5 has the root's children and one more."""
+    few = dataclasses.replace(ALL, budget=5)
+    live = np.arange(BATCH) % 2 == 0
+    whole = draft(model, started, Sampling.create(BATCH), ALL, live)
+    seen, tree = passes(model, started, few, live, monkeypatch)
+    jax.tree.map(np.testing.assert_array_equal, tree, jax.tree.map(lambda x: x[:, :5], whole))
+    deepest = max(depths(parent).max() for parent in tree.parent[live])
+    assert len(seen) == deepest < few.levels - 1
+    for valid in seen:
+        assert not valid[~live].any()
+    assert not passes(model, started, few, live & False, monkeypatch)[0]
 
 
 # ------------------------------------------------------------------------------------- observation

@@ -5,15 +5,17 @@ and after the last level the best D - 1 of all candidates become the tree:
 
     candidates = Candidates.empty(batch, levels=3, width=2, top_k=2)
     front = Frontier.root(root, width=2)
-    for _ in range(3):                      # the shapes never change: a scan does as well
+    for _ in range(3):                      # the shapes never change: a loop does as well
         scores = ...                        # [B, width, V], from the drafter
         candidates = expand(candidates, front, scores)
-        front = frontier(candidates)
+        front = frontier(candidates, budget=8)
     tree = select(candidates, root, budget=8)
 
 A path's score is the sum of its edges' log-probabilities. It never rises along a path, so the best
 nodes are closed under ancestors, and they are the tree with the largest expected number of accepted
-nodes among all that are made of these candidates. A chain is width 1 and top_k 1.
+nodes among all that are made of these candidates. For the same reason a node that D - 1 candidates
+come before has no descendant in the tree: it is not live in a frontier, and where no node is, the
+tree is whole before its last level. A chain is width 1 and top_k 1.
 
 Source: level-wise beam, then global top-N, as in EAGLE-2 (arXiv 2406.16858); children by Gumbel
 top-k at a temperature above 0, with the target's own noise (arXiv 2408.07978).
@@ -173,8 +175,12 @@ def expand(
         )
 
 
-def frontier(candidates: Candidates) -> Frontier:
-    """The best `width` candidates of the newest level (ties: the lower index)."""
+def frontier(candidates: Candidates, budget: int) -> Frontier:
+    """The best `width` candidates of the newest level (ties: the lower index).
+
+    Those that `budget - 1` candidates come before are not live: nothing below them enters a tree of
+    `budget` nodes.
+    """
     block = candidates.width * candidates.top_k
     start = (candidates.level - 1) * block
 
@@ -186,12 +192,17 @@ def frontier(candidates: Candidates) -> Frontier:
     def best(rows: Array) -> Array:
         return jnp.take_along_axis(newest(rows), order, axis=1)
 
+    index, score = (start + order).astype(jnp.int32), best(candidates.score)
+    higher = candidates.score[:, None] > score[..., None]
+    equal = candidates.score[:, None] == score[..., None]
+    earlier = jnp.arange(candidates.score.shape[1]) < index[..., None]
+    before = candidates.live[:, None] & (higher | (equal & earlier))
     return Frontier(
-        index=(start + order).astype(jnp.int32),
+        index=index,
         token=best(candidates.token),
         parent_slot=(order // candidates.top_k).astype(jnp.int32),
-        score=best(candidates.score),
-        live=best(candidates.live),
+        score=score,
+        live=best(candidates.live) & (before.sum(-1) < budget - 1),
     )
 
 

@@ -40,12 +40,25 @@ class MtpState(struct.PyTreeNode):
 
 
 class _Drafted(struct.PyTreeNode):
-    """A draft between two levels; streams and `seen` are those of the level's `width` nodes."""
+    """A draft between two levels; streams and `seen` are those of the parents' `width` nodes."""
 
     grown: Candidates
+    front: Frontier  # of the newest level
     streams: Array  # [B, width, S, E]: the MTP block's output
     scratch: Scratch
     seen: Array  # [B, width, M] bool: the scratch slots of a node's ancestors and itself
+
+    @staticmethod
+    def begin(state: MtpState, grown: Candidates, shape: TreeShape) -> _Drafted:
+        """After the root's children were scored, from the state's streams alone."""
+        slots = (shape.levels - 1) * shape.width
+        return _Drafted(
+            grown,
+            frontier(grown, shape.budget),
+            streams=jnp.repeat(state.streams[:, None], shape.width, axis=1),
+            scratch=Scratch.empty(state.layer, slots),
+            seen=jnp.zeros((len(state.streams), shape.width, slots), bool),
+        )
 
 
 def make_drafter(cfg: ModelConfig, shape: TreeShape, *, impl: str = "auto") -> Drafter:
@@ -103,17 +116,22 @@ class Propose:
     ) -> DraftTree:
         """See `Drafter`."""
         cfg, shape, batch = self.cfg, self.shape, root.shape[0]
-        slots = (shape.levels - 1) * shape.width
         grown = Candidates.empty(batch, levels=shape.levels, width=shape.width, top_k=shape.top_k)
         scores = score(mtp_logits(params, cfg, state.streams[:, None]), length[:, None] + 1)
         first = Frontier.root(root, width=shape.width)
         grown = expand(grown, first, scores, sharpness=shape.sharpness)
 
-        def descend(depth: Array, drafted: _Drafted) -> _Drafted:
-            """One pass of the block over the best nodes at `depth`, for the scores of the next."""
-            front = frontier(drafted.grown)
+        def may_grow(drafted: _Drafted) -> Array:
+            """Whether another level could still put a node into a tree."""
+            front = drafted.front.live & live[:, None]
+            return (drafted.grown.level < shape.levels) & jnp.any(front)
+
+        def descend(drafted: _Drafted) -> _Drafted:
+            """One pass of the block over the newest frontier, for the scores of its children."""
+            front, depth = drafted.front, drafted.grown.level
             slot = drafted.scratch.start + jnp.arange(shape.width)
-            seen = _take(drafted.seen, front.parent_slot) | (jnp.arange(slots) == slot[:, None])
+            seen = _take(drafted.seen, front.parent_slot)
+            seen |= jnp.arange(seen.shape[2]) == slot[:, None]
             block = TokenBlock(
                 token=front.token,
                 position=jnp.broadcast_to(length[:, None] + depth - 1, front.token.shape),
@@ -129,18 +147,12 @@ class Propose:
             )
             scores = score(mtp_logits(params, cfg, out.streams), block.position + 2)
             grown = expand(drafted.grown, front, scores, sharpness=shape.sharpness)
-            return drafted.replace(
-                grown=grown, streams=out.streams, scratch=out.attended.scratch, seen=seen
-            )
+            below = frontier(grown, shape.budget)
+            return _Drafted(grown, below, out.streams, out.attended.scratch, seen)
 
         if shape.levels > 1:
-            start = _Drafted(
-                grown,
-                streams=jnp.repeat(state.streams[:, None], shape.width, axis=1),
-                scratch=Scratch.empty(state.layer, slots),
-                seen=jnp.zeros((batch, shape.width, slots), bool),
-            )
-            grown = lax.fori_loop(1, shape.levels, descend, start).grown
+            start = _Drafted.begin(state, grown, shape)
+            grown = lax.while_loop(may_grow, descend, start).grown
         return select(grown, root, shape.budget, live=live)
 
 
