@@ -2,6 +2,7 @@
 
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -33,6 +34,19 @@ TINY = {
     "qk_rope_head_dim": 4,
 }
 """One layer of each kind, with windows and ratios so small that every edge is near."""
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget_programs(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Between the files of the slow suite: it compiles more than one process may hold.
+
+    XLA maps every kernel of a program on its own, and Linux allows a process 65,530 mappings.
+    """
+    yield
+    if any(item.get_closest_marker("slow") for item in request.session.items):
+        import jax
+
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

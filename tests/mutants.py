@@ -319,15 +319,15 @@ _DRAFTING = (
     Mutant(
         "draft ends a level early",
         DRAFT,
-        "(drafted.grown.level < shape.levels)",
-        "(drafted.grown.level < shape.levels - 1)",
+        "(self.grown.level < levels)",
+        "(self.grown.level < levels - 1)",
         DRAFTS,
     ),
     Mutant(
         "draft goes on for sequences that are done",
         DRAFT,
-        "front = drafted.front.live & live[:, None]",
-        "front = drafted.front.live",
+        "jnp.any(self.front.live & live[:, None])",
+        "jnp.any(self.front.live)",
         "test_mtp_drafter.py::test_a_draft_ends_where_no_sequence_needs_another_level",
     ),
     Mutant(

@@ -60,6 +60,10 @@ class _Drafted(struct.PyTreeNode):
             seen=jnp.zeros((len(state.streams), shape.width, slots), bool),
         )
 
+    def may_grow(self, levels: int, live: Array) -> Array:
+        """Whether another level could put a node into the tree of a sequence that is `live [B]`."""
+        return (self.grown.level < levels) & jnp.any(self.front.live & live[:, None])
+
 
 def make_drafter(cfg: ModelConfig, shape: TreeShape, *, impl: str = "auto") -> Drafter:
     """The drafter that grows trees of `shape` (a chain is one of width 1) with the MTP block.
@@ -121,11 +125,6 @@ class Propose:
         first = Frontier.root(root, width=shape.width)
         grown = expand(grown, first, scores, sharpness=shape.sharpness)
 
-        def may_grow(drafted: _Drafted) -> Array:
-            """Whether another level could still put a node into a tree."""
-            front = drafted.front.live & live[:, None]
-            return (drafted.grown.level < shape.levels) & jnp.any(front)
-
         def descend(drafted: _Drafted) -> _Drafted:
             """One pass of the block over the newest frontier, for the scores of its children."""
             front, depth = drafted.front, drafted.grown.level
@@ -147,12 +146,17 @@ class Propose:
             )
             scores = score(mtp_logits(params, cfg, out.streams), block.position + 2)
             grown = expand(drafted.grown, front, scores, sharpness=shape.sharpness)
-            below = frontier(grown, shape.budget)
-            return _Drafted(grown, below, out.streams, out.attended.scratch, seen)
+            return drafted.replace(
+                grown=grown,
+                front=frontier(grown, shape.budget),
+                streams=out.streams,
+                scratch=out.attended.scratch,
+                seen=seen,
+            )
 
         if shape.levels > 1:
             start = _Drafted.begin(state, grown, shape)
-            grown = lax.while_loop(may_grow, descend, start).grown
+            grown = lax.while_loop(lambda x: x.may_grow(shape.levels, live), descend, start).grown
         return select(grown, root, shape.budget, live=live)
 
 
