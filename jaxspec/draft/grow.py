@@ -43,7 +43,8 @@ class TreeShape:
 
     Attributes:
         budget: D, the nodes of the tree, its root included.
-        levels: the largest depth; each level after the first costs a pass of the drafter.
+        levels: the largest depth; a level after the first costs a pass of the drafter, if it is
+            reached.
         width: nodes of a level that are expanded.
         top_k: children of an expanded node.
         sharpness: inverse temperature of the draft's probabilities where paths are compared; see
@@ -72,9 +73,9 @@ class TreeShape:
 
     @staticmethod
     def tree(budget: int) -> TreeShape:
-        """A beam that reaches as deep as the chain of this budget while that pays."""
-        beam = 2 if budget <= 8 else 4 if budget <= 32 else 8
-        return TreeShape(budget, min(budget - 1, 8), beam, beam, sharpness=SHARPNESS)
+        """A beam that may reach as deep as the chain of this budget; most drafts end before."""
+        beam = 2 if budget <= 8 else 3
+        return TreeShape(budget, budget - 1, beam, beam, sharpness=SHARPNESS)
 
 
 class Candidates(struct.PyTreeNode):
