@@ -15,9 +15,8 @@ SAMPLE = "8k B=1 N=8 bf16", "M=8 bf16"
 KNOWN = [
     # A TPU fetches 16-bit rows in pairs and bytes by fours: selections far apart cost both.
     ("tpu", r"tree_attention csa (64k|1M) .* (bf16|bytes)", "moves"),
-    # Tiles of 64 entries are read of which some node selects one. Blocks of threads that share a
-    # sequence leave partial results in device memory, which is L2 as far as they fit.
-    ("gpu", r"tree_attention csa (8k B=[18]|64k|1M) ", "moves"),
+    # Blocks of threads that share a sequence leave partial results in device memory, which is L2 as
+    # far as they fit.
     ("gpu", r"tree_attention hca 1M B=[18] ", "moves"),
     # Scores go through device memory, four bytes a node and entry each way.
     ("gpu", r"index_topk \w+ B=\d+ N=8 ", "moves"),

@@ -38,7 +38,7 @@ def tree_attention(
     """See `op.tree_attention`, whose arguments these are.
 
     Only tiles of 64 keys are read of which some node of the 64 rows sees a key. Where a selection
-    is few of many entries, what is selected is gathered first.
+    is few of many entries, single rows are read: those that the nodes of the 64 rows select.
 
     Args:
         q: queries, bfloat16.
@@ -61,8 +61,8 @@ def tree_attention(
         raise ValueError(reason)
     committed = _readable(committed)
     batch, nodes, heads, width = q.shape
-    tiles = tiles_of(committed, own, position, mode)
     padded = padded_heads(heads)
+    tiles = tiles_of(committed, own, position, padded, mode)
     rows = [(0, 0), (0, -nodes % max(1, TILE // padded))]
     words = jnp.pad(tiles.words, [*rows, (0, 0)])
     q = jnp.pad(q, [*rows, (0, padded - heads), (0, 0)])

@@ -3,7 +3,8 @@
 A block of threads has two warpgroups. At each step each of them scores its own tile of 64 keys
 (wgmma, Q K^T); they agree on the maxima of the rows and hand each other their weights through
 shared memory; then each adds both tiles to its half of the output's columns (wgmma, P V). Keys are
-values, so a tile is fetched once, by TMA, and refilled as soon as both have used it.
+values, so a tile is fetched once, whole by TMA or as single rows, and refilled as soon as both have
+used it.
 """
 
 from __future__ import annotations
@@ -17,14 +18,21 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.tree_attention.gpu_fetch import Place, bits_at, clear, fetch, refill, unpack
+from pallas_kernels.tree_attention.gpu_fetch import (
+    Place,
+    bits_at,
+    clear,
+    fetch,
+    receive,
+    refill,
+    unpack,
+)
 from pallas_kernels.tree_attention.gpu_layout import (
     LOG2E,
     LOWEST,
     MATRIX,
     ROW,
     TILE,
-    Fp8Source,
     Operands,
     Results,
     Scratch,
@@ -32,6 +40,7 @@ from pallas_kernels.tree_attention.gpu_layout import (
     Softmax,
     along,
     full,
+    is_fp8,
     scratch_types,
     warpgroups,
 )
@@ -43,7 +52,7 @@ def attend(operands: Operands, shape: Shape) -> Results:
     batch, rows, width = q.shape
     given, tree = jax.tree.flatten(operands)
     groups = warpgroups(width)
-    fp8 = any(isinstance(source, Fp8Source) for source in operands.sources)
+    fp8 = any(is_fp8(source) for source in operands.sources)
 
     def kernel(*refs: Any) -> None:
         results, scratch = refs[len(given) : len(given) + 3], refs[len(given) + 3 :]
@@ -91,10 +100,9 @@ def _block(ref: Operands, result: Results, scratch: Scratch, shape: Shape) -> No
         sink = ref.sink.at[pl.ds(row % ref.sink.shape[0], TILE)]
         plgpu.copy_gmem_to_smem(sink, scratch.rows.at[groups], scratch.q_ready)
 
-        @pl.when(steps > 0)
-        def _() -> None:
-            for g in range(groups):
-                fetch(at, first, g)
+    @pl.when(steps > 0)
+    def _() -> None:
+        fetch(at, first)
 
     plgpu.barrier_wait(scratch.q_ready)
     columns = ref.q.shape[2] // groups
@@ -122,7 +130,7 @@ def _step(at: Place, step: Array, state: Softmax) -> Softmax:
     # Zero, which the compiler cannot know: or it would keep the descriptors of all operands of
     # wgmma in registers, a hundred of them, and spill the output.
     zero = jnp.where(at.tile(step, group) < 0, 1, 0)
-    plgpu.barrier_wait(scratch.key_ready.at[group])
+    receive(at, step)
     unpack(at, step)
     clear(at, step)
 

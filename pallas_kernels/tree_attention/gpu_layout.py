@@ -38,17 +38,24 @@ class Fp8Source(NamedTuple):
     """Keys in FP8, all but the last 64 dims; scales lie along the keys, as TMA wants them."""
 
     values: Any  # [B, M, K - 64] float8_e4m3fn
-    scale: Any  # [B, (K - 64) / 64, M up to a multiple of 16] uint8
+    scale: Any  # [B, (K - 64) / 64, M up to a multiple of 16] uint8; of `Rows` [B, S, .., U]
     rotary: Any  # [B, M, 64] bfloat16
+
+
+class Rows(NamedTuple):
+    """Keys of which each set of nodes reads its own list of single rows."""
+
+    keys: Any  # [B, M, K] or `Fp8Source`
+    listed: Any  # [B, S, U] int32: 64 of them are a tile
 
 
 class Operands(NamedTuple):
     """Arrays, or references to them in global memory."""
 
     q: Any  # [B, R, K]: a row is a (node, head) pair
-    sources: Sequence[Any]  # of keys, [B, M, K] each or `Fp8Source`
+    sources: Sequence[Any]  # of keys, [B, M, K] each, `Fp8Source` or `Rows`
     words: Any  # [B, nodes, 2 last] uint32: which keys of a tile a node sees
-    valid: Any  # [B, 2 last] uint32: which keys of a tile hold anything
+    valid: Any  # [B, S, 2 last] uint32: which keys of a tile hold anything, for each set of nodes
     tiles: Any  # [B R / 64, even] int32: the tiles that matter to 64 rows, then padding
     counts: Any  # [B R / 64] int32: how many these are
     sink: Any  # [max(heads, 64)] float32, repeated over the rows of a tile
@@ -77,6 +84,7 @@ class Scratch(NamedTuple):
     weights_ready: Any
     keys_used: Any
     staged_ready: Any
+    rows_copied: Any  # of each warpgroup, then of each stage: single rows, in interpretation alone
 
 
 class Softmax(NamedTuple):
@@ -85,6 +93,11 @@ class Softmax(NamedTuple):
     top: Array  # [64]: over the keys of both warpgroups
     total: Array  # [64]: over its own keys
     out: Array  # [64, its columns]
+
+
+def is_fp8(source: Any) -> bool:
+    """Whether keys are unpacked in the kernel."""
+    return isinstance(source.keys if isinstance(source, Rows) else source, Fp8Source)
 
 
 def warpgroups(width: int) -> int:
@@ -120,6 +133,7 @@ def scratch_types(groups: int, width: int, dtype: Any, fp8: bool) -> list[Any]:
         plgpu.Barrier(num_arrivals=groups),
         plgpu.Barrier(num_arrivals=groups, num_barriers=groups),
         plgpu.Barrier(num_arrivals=2, num_barriers=stages),
+        plgpu.Barrier(num_arrivals=TILE, num_barriers=groups + stages),
     ]
 
 

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.hopper import SMS
-from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, warpgroups
-from pallas_kernels.tree_attention.gpu_union import gathers, union
+from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, Rows, warpgroups
+from pallas_kernels.tree_attention.gpu_union import gathers, list_size, nodes_together, union
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 from pallas_kernels.words import WORD, leading, merge, pack
 
@@ -25,10 +25,10 @@ LEAST_STEPS = 4
 class Tiles(NamedTuple):
     """Sources in the order of the kernel, and who sees what of them."""
 
-    sources: list[Any]  # [B, M, K] or `Fp8Source`
+    sources: list[Any]  # [B, M, K], `Fp8Source` or `Rows`
     starts: tuple[int, ...]  # first tile of each source, then the number of tiles
     words: Array  # [B, N, 2 tiles] uint32
-    valid: Array  # [B, 2 tiles] uint32: keys that hold something
+    valid: Array  # [B, S, 2 tiles] uint32: keys that hold something, for each set of nodes
 
 
 class Lists(NamedTuple):
@@ -38,8 +38,11 @@ class Lists(NamedTuple):
     counts: Array  # [B R / 64] int32
 
 
-def tiles_of(committed: Committed, own: Own, position: Array, mode: str) -> Tiles:
-    """Ring, own rows, entries and own entries of a call, each padded to whole tiles by bits."""
+def tiles_of(committed: Committed, own: Own, position: Array, heads: int, mode: str) -> Tiles:
+    """Ring, own rows, entries and own entries of a call, each padded to whole tiles by bits.
+
+    `heads` is padded.
+    """
     window, rows = committed.ring.shape[1], own.rows.shape[1]
     oldest = position[..., None] - window
     newest = committed.length[:, None] - 1
@@ -54,7 +57,7 @@ def tiles_of(committed: Committed, own: Own, position: Array, mode: str) -> Tile
     words = [pack(ring), mine]
     valid = [pack(held >= 0), merge(mine, 1)]
     if committed.entries is not None:
-        entries, every, there = _entries(committed, position.shape[1], mode)
+        entries, every, there = _entries(committed, position.shape[1], heads, mode)
         ours = own.entry_bits & leading(jnp.array([rows_of(own.entries)]), own.entry_bits.shape[2])
         sources += [entries, own.entries]
         words += [every, ours]
@@ -65,28 +68,44 @@ def tiles_of(committed: Committed, own: Own, position: Array, mode: str) -> Tile
     for source, bits in zip(sources + sources, words + valid, strict=True):
         spare = -(-rows_of(source) // TILE) * (TILE // WORD) - bits.shape[-1]
         padded.append(jnp.pad(bits, [(0, 0)] * (bits.ndim - 1) + [(0, spare)]))
-    count = len(sources)
+    count, batch = len(sources), position.shape[0]
+    sets = -(-position.shape[1] // nodes_together(heads))
+    holds = [
+        jnp.broadcast_to(bits.reshape(batch, -1, bits.shape[-1]), (batch, sets, bits.shape[-1]))
+        for bits in padded[count:]
+    ]
     return Tiles(
         [_whole(source) for source in sources],
         tuple(starts),
         jnp.concatenate(padded[:count], axis=-1),
-        jnp.concatenate(padded[count:], axis=-1),
+        jnp.concatenate(holds, axis=-1),
     )
 
 
-def _entries(committed: Committed, nodes: int, mode: str) -> tuple[Any, Array, Array]:
-    """Committed entries or the union of those selected; who sees what; what holds anything."""
+def _entries(committed: Committed, nodes: int, heads: int, mode: str) -> tuple[Any, Array, Array]:
+    """Committed entries or single rows of them; who sees what; what holds anything."""
     capacity = rows_of(committed.entries)
     count = jnp.minimum(committed.length // committed.ratio, capacity)
+    if gathers(committed, nodes, heads, mode):
+        size = list_size(committed, nodes, heads)
+        found = union(committed.selected, count, nodes_together(heads), size)
+        rows = Rows(_by_rows(committed.entries, found.rows), found.rows)
+        return rows, found.words, leading(found.held, size // WORD)
     there = leading(count, -(-capacity // WORD))
     every = jnp.broadcast_to(there[:, None], (there.shape[0], nodes, there.shape[1]))
     if committed.selected is not None:
         every = every & committed.selected
-    if not gathers(committed, nodes, mode):
-        return committed.entries, every, there
-    found = union(committed, every)
-    words = pack(found.seen)
-    return found.entries, words, leading(found.held, words.shape[-1])
+    return committed.entries, every, there
+
+
+def _by_rows(entries: Any, listed: Array) -> Any:
+    """Keys as single rows are read: as they are, but FP8's scales, few bytes, by lists."""
+    if not isinstance(entries, Fp8Entries):
+        return entries
+    places = listed.reshape(listed.shape[0], -1, 1)
+    scale = jnp.take_along_axis(entries.scale, places, axis=1)
+    scale = scale.reshape(*listed.shape, -1).swapaxes(2, 3)
+    return Fp8Source(entries.values, scale, entries.rotary)
 
 
 def lists_of(words: Array, heads: int) -> Lists:
@@ -126,12 +145,16 @@ def unpacks(entries: Fp8Entries) -> bool:
 
 
 def rows_of(keys: Any) -> int:
-    """The number of keys of a sequence."""
+    """The number of keys of a sequence, or of each list of rows."""
+    if isinstance(keys, Rows):
+        return keys.listed.shape[2]
     return jax.tree.leaves(keys)[0].shape[1]
 
 
 def _whole(source: Any) -> Any:
     """Keys in whole lines of 8, as TMA reads them: a copy of a cache of another capacity."""
+    if isinstance(source, Rows):  # which TMA does not read
+        return source
     if isinstance(source, Fp8Entries):
         scale = jnp.pad(source.scale, [(0, 0), (0, -rows_of(source) % 16), (0, 0)])
         return Fp8Source(_whole(source.values), scale.swapaxes(1, 2), _whole(source.rotary))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,12 +14,14 @@ from pallas_kernels.tree_attention.gpu_layout import TILE
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
     padded_heads,
-    rows_of,
     unpacks,
 )
-from pallas_kernels.tree_attention.gpu_union import gathers
+from pallas_kernels.tree_attention.gpu_union import BLOCK, gathers, list_size, nodes_together
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 from pallas_kernels.words import WORD
+
+LISTED = 24
+"""Bytes a place of a list that XLA writes, and reads again, until it knows the row."""
 
 
 def traffic(
@@ -36,42 +38,24 @@ def traffic(
 
     Arguments are those of the kernel; abstract lengths stand for full caches and abstract
     selections for ones that have nothing in common. Blocks of threads that share keys run side by
-    side, so a tile is counted once for a sequence: the others find it in L2 (50 MB and more), as
-    partial results of splits may too, but these are counted.
+    side, so a tile or a row is counted once for a sequence: the others find it in L2 (50 MB and
+    more), as partial results of splits may too, but these are counted.
     """
     batch, nodes, heads, width = q.shape
+    padded = padded_heads(heads)
     least = nbytes((q, sink, position, own, committed.length)) + 4 * math.prod(q.shape)
     ring = np.minimum(_known(committed.length, batch, 1 << 30), committed.ring.shape[1])
     least += int(ring.sum()) * width * committed.ring.dtype.itemsize
-    rows = batch * nodes * padded_heads(heads)
+    rows = batch * nodes * padded
     tiles = sum(-(-x.shape[1] // TILE) for x in (committed.ring, own.rows))
     read = nbytes((q, sink, position, own, committed.length, committed.ring))
     written = 0
     if committed.entries is not None:
-        capacity = jax.tree.leaves(committed.entries)[0].shape[1]
-        tiles += -(-capacity // TILE) + -(-own.entries.shape[1] // TILE)
-        counts = np.minimum(_known(committed.length, batch, 1 << 30) // committed.ratio, capacity)
-        entry = row_nbytes(committed.entries)
-        seen, touched = counts, -(-counts // TILE) * TILE
-        if committed.selected is not None:
-            read += nbytes(committed.selected)
-            least += 4 * nodes * int((-(-counts // WORD)).sum())
-            seen, touched = _touched(committed, nodes, counts)
-        least += int(seen.sum()) * entry
-        in_place = isinstance(committed.entries, Fp8Entries) and unpacks(committed.entries)
-        touched = np.minimum(touched, capacity)
-        if gathers(committed, nodes, mode):  # read and written by XLA, then read by the kernel
-            touched, capacity = seen, min(capacity, nodes * committed.topk)
-            read += batch * capacity * entry
-            written += batch * capacity * entry
-            tiles += -(-capacity // TILE) - -(-rows_of(committed.entries) // TILE)
-        read += int(touched.sum()) * (entry if in_place else 2 * width)
-        moved = _converted(committed.entries, batch * capacity, width)
-        read, written = read + moved[0], written + moved[1]
-        if capacity % 8 and not in_place and entry == 2 * width:  # padded to whole groups of 8
-            read += batch * capacity * entry
-            written += batch * (capacity + -capacity % 8) * entry
-    words = 4 * batch * (nodes + 1) * tiles * (TILE // WORD)
+        found = _entries(committed, nodes, padded, mode)
+        tiles += found.tiles + -(-own.entries.shape[1] // TILE)
+        read, written, least = read + found.read, written + found.written, least + found.least
+    sets = -(-nodes // nodes_together(padded))
+    words = 4 * batch * (nodes + sets) * tiles * (TILE // WORD)
     lists = 4 * (rows // TILE) * tiles
     splits = splits or default_splits(rows // TILE, tiles, width)
     partial = 4 * rows * (width + 2) * splits if splits > 1 else 0
@@ -80,15 +64,50 @@ def traffic(
     return read, written, least
 
 
-def _converted(entries: Any, rows: int, width: int) -> tuple[int, int]:
-    """Bytes read and written to bring so many rows into the form that the kernel reads."""
-    if isinstance(entries, Fp8Entries) and unpacks(entries):  # scales are turned first
-        scales = rows * entries.scale.shape[-1]
-        return scales, scales
-    entry = row_nbytes(entries)
-    if entry != 2 * width:  # brought to bfloat16 first, all of them
-        return rows * entry, rows * 2 * width
-    return 0, 0
+class _Entries(NamedTuple):
+    """Bytes that committed entries cost, and the tiles of keys that a block of threads may read."""
+
+    tiles: int
+    read: int
+    written: int
+    least: int
+
+
+def _entries(committed: Committed, nodes: int, heads: int, mode: str) -> _Entries:
+    capacity = jax.tree.leaves(committed.entries)[0].shape[1]
+    batch, width = committed.ring.shape[0], committed.ring.shape[2]
+    counts = np.minimum(_known(committed.length, batch, 1 << 30) // committed.ratio, capacity)
+    entry = row_nbytes(committed.entries)
+    in_place = isinstance(committed.entries, Fp8Entries) and unpacks(committed.entries)
+    plain = entry == 2 * width
+    read, written, least = 0, 0, 0
+    seen, touched = counts, -(-counts // TILE) * TILE
+    if committed.selected is not None:
+        read += nbytes(committed.selected)
+        least += 4 * nodes * int((-(-counts // WORD)).sum())
+        seen, touched = _touched(committed, nodes, counts)
+    least += int(seen.sum()) * entry
+    gathered = gathers(committed, nodes, heads, mode)
+    touched = seen if gathered else np.minimum(touched, capacity)
+    read += int(touched.sum()) * (entry if in_place else 2 * width)
+    if not plain and not in_place:  # brought to bfloat16 first, all of them
+        read, written = read + batch * capacity * entry, written + batch * capacity * 2 * width
+    scales = committed.entries.scale.shape[-1] if in_place else 0
+    if gathered:
+        size = list_size(committed, nodes, heads)
+        places = batch * -(-nodes // nodes_together(heads)) * size
+        words = -(-capacity // WORD)
+        # Words of a sequence get a mask, and blocks of them counts; a place of a list finds a block
+        # of words. Scales are taken row by row; their bytes of the cache count with the rows.
+        both = 4 * batch * words + 4 * (places // size) * -(-words // BLOCK)
+        both += (LISTED + 4 + scales) * places
+        read, written = read + both + 4 * BLOCK * places, written + both
+        return _Entries(size // TILE, read, written, least)
+    moved = batch * capacity * scales  # which are turned first
+    if capacity % 8 and plain:  # padded to whole groups of 8
+        moved += batch * capacity * entry
+        written += batch * (-capacity % 8) * entry
+    return _Entries(-(-capacity // TILE), read + moved, written + moved, least)
 
 
 def _touched(committed: Committed, nodes: int, counts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

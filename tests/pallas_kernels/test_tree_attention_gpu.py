@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
@@ -51,27 +52,60 @@ def test_every_case_agrees_with_the_definition(case: Case) -> None:
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["stream", "gather"])
 @pytest.mark.parametrize("splits", [1, 2, 5, 64])
-def test_splits_change_nothing_even_where_some_have_no_key(splits: int) -> None:
-    hold(BY_NAME["csa-stream-bfloat16"], splits=splits)
+def test_splits_change_nothing_even_where_some_have_no_key(splits: int, mode: str) -> None:
+    hold(BY_NAME["csa-stream-bfloat16"], splits=splits, mode=mode)
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "gather"])
-@pytest.mark.parametrize("name", ["csa-stream-bfloat16", "csa-gather-fp8", "chain-csa-bfloat16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "csa-empty-bfloat16",
+        "csa-empty-fp8",
+        "csa-one-entry-bfloat16",
+        "csa-one-entry-fp8",
+        "csa-few-entries-fp8",
+        "csa-stream-bfloat16",
+        "csa-gather-fp8",
+        "chain-csa-bfloat16",
+        "nano-csa-narrow-bfloat16",
+    ],
+)
 def test_either_plan_agrees_with_the_definition(name: str, mode: str) -> None:
     hold(BY_NAME[name], mode=mode)
 
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize("form", ["plain", "fp8"])
+@pytest.mark.parametrize("mode", ["stream", "gather"])
 @pytest.mark.parametrize(
     ("heads", "dim", "nodes"), [(1, 128, 3), (3, 64, 5), (64, 512, 2), (80, 192, 2)]
 )
-def test_any_number_of_heads_fits(heads: int, dim: int, nodes: int) -> None:
+def test_any_number_of_heads_fits(heads: int, dim: int, nodes: int, mode: str, form: str) -> None:
     case = BY_NAME["csa-few-entries-bfloat16"]
-    hold(case._replace(heads=heads, dim=dim, nodes=nodes))
+    case = case._replace(heads=heads, dim=dim, nodes=nodes, form=form, rotary=min(64, dim // 2))
+    hold(case, mode=mode)
+
+
+@interpreted
+@pytest.mark.slow
+def test_heads_of_one_node_read_what_it_selects_alone() -> None:
+    """64 heads are one node's: entries that no node of the block selects may hold anything."""
+    case = BY_NAME["csa-gather-bfloat16"]._replace(heads=64, nodes=3)
+    given = draw(case)
+    octets = np.asarray(given.committed.selected).view(np.uint8)
+    chosen = np.unpackbits(octets, axis=-1, bitorder="little").any(1)[:, : case.capacity]
+    kept = jnp.where(chosen[..., None], given.committed.entries, jnp.nan)
+    compare(
+        case,
+        run(case, given._replace(committed=given.committed._replace(entries=kept))),
+        expected(given),
+    )
 
 
 @interpreted

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import forms
+from pallas_kernels.tree_attention import forms, gpu_union
 from pallas_kernels.tree_attention.tpu_union import union
 from tests.pallas_kernels.cases_tree_attention import pack
 
@@ -24,6 +25,42 @@ def test_a_place_is_in_the_union_where_any_node_selects_any_of_its_entries(size:
             seen = mask[b, i * tile : (i + 1) * tile].any(0) & (np.arange(capacity) < count[b])
             places = sorted({int(entry) // size * size for entry in np.flatnonzero(seen)})
             assert np.flatnonzero(bits[b, i]).tolist() == places
+
+
+@pytest.mark.parametrize(
+    ("capacity", "nodes", "together", "share", "size"),
+    [
+        (37, 5, 2, 0.2, 64),
+        (1000, 8, 1, 0.03, 64),
+        (700, 5, 4, 0.02, 64),
+        (64, 1, 1, 0.0, 64),
+        (3000, 3, 1, 0.1, 512),
+        (768, 2, 1, 1.0, 768),
+    ],
+)
+def test_a_list_has_every_entry_that_its_nodes_select_once_and_in_order(
+    capacity: int, nodes: int, together: int, share: float, size: int
+) -> None:
+    rng = np.random.default_rng(capacity)
+    mask = rng.random((2, nodes, capacity)) < share
+    mask[1, 0] = False
+    count = np.array([capacity, capacity - capacity // 3])
+    found = jax.jit(gpu_union.union, static_argnums=(2, 3))(
+        pack(mask), jnp.asarray(count, jnp.int32), together, size
+    )
+    mask &= np.arange(capacity) < count[:, None, None]
+    rows, words, held = (np.asarray(part) for part in found)
+    bits = np.unpackbits(words.view(np.uint8), axis=-1, bitorder="little")
+    assert rows.shape == (2, -(-nodes // together), size)
+    assert bits.shape == (2, nodes, size)
+    for b, i in np.ndindex(held.shape):
+        mine = slice(i * together, (i + 1) * together)
+        wanted = np.flatnonzero(mask[b, mine].any(0))
+        count = held[b, i]
+        assert rows[b, i, :count].tolist() == wanted.tolist()
+        assert (rows[b, i, count:] == (wanted[-1] if count else 0)).all()
+        np.testing.assert_array_equal(bits[b, mine, :count], mask[b, mine][:, wanted])
+        assert not bits[b, mine, count:].any()
 
 
 @pytest.mark.parametrize(("dim", "rotary"), [(512, 64), (256, 64), (128, 64), (64, 32)])
