@@ -30,7 +30,7 @@ from jaxspec.limits import UINT32_MAX
 from jaxspec.model.backends import check_impl
 from jaxspec.model.params import ModelParams
 from jaxspec.phases import measure_shares
-from jaxspec.requests import Request, check_token_ids
+from jaxspec.requests import Request, check_token_ids, with_integers
 from jaxspec.results import Completion, Emission, Statistics
 from jaxspec.sample import Sampling
 from jaxspec.settings import RunConfig
@@ -127,12 +127,14 @@ class Engine:
 
     def _admit(self, index: int, request: Request) -> Answer:
         """Checks one request and makes token ids of it."""
+        request = with_integers(request)
         prompt = request.prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError(f"prompt {request.id!r} is text; without a tokenizer give ids")
             prompt = tuple(self.tokenizer.encode_chat(prompt, request.history))
-        prompt = tuple(prompt)  # a list or an array is checked as well
+        elif request.history:
+            raise UsageError(f"prompt {request.id!r}: history goes with text, not with token ids")
         if not prompt or min(prompt) < 0:
             raise UsageError(f"prompt {request.id!r} needs at least one token, and ids >= 0")
         check_token_ids([dataclasses.replace(request, prompt=prompt)], self.cfg.vocab_size)

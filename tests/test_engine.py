@@ -194,11 +194,18 @@ GOOD = Request(1, (2, 3))
         (Request(2, (3, VOCAB, 4)), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
         (Request(2, [3, VOCAB, 4]), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
         (Request(2, np.array([3, VOCAB])), f"token id {VOCAB}; the vocabulary ends"),
+        (Request(2, (3, 2.5)), "each token id must be an integer, not 2.5"),
+        (Request(2, np.array([3.0, 2.0])), "each token id must be an integer, not"),
+        (Request(2, (3, True)), "each token id must be an integer, not True"),
+        (Request(2, (3,), (Turn("user", "a"),)), "history goes with text"),
+        (Request(2, (3,), max_new_tokens=2.0), "max_new_tokens must be an integer, not 2.0"),
+        (Request(2, (3,), seed=1.5), "seed must be an integer, not 1.5"),
         (Request(2, (3,), seed=-1), "seed -1; it must be from 0 to 4294967295"),
         (Request(2, (3,), seed=2**40), "seed 1099511627776; it must be from 0"),
         (Request(2, "text"), "without a tokenizer"),
         (Request(2, (3,) * 65), "65 tokens, above the capacity of 64"),
         (Request(2, (3,) * 60), "from 1 to 5, not 14, at a capacity of 64"),
+        (Request(2, (3,) * 60, max_new_tokens=np.int8(100)), "from 1 to 5, not 100"),
         (Request(2, (3,), max_new_tokens=65), "from 1 to 64, not 65"),
         (Request(2, (3,), max_new_tokens=0), "from 1 to 64, not 0"),
     ],
@@ -212,6 +219,18 @@ def test_one_bad_request_refuses_all_before_anything_is_decoded(make_engine, bad
     assert "\n" not in str(error.value)
     assert not emissions
     assert engine.statistics.tokens == 0
+
+
+def test_any_sequence_of_integers_is_a_prompt(toy, make_engine):
+    """A list, an array or an iterator, and NumPy's integers."""
+    prompt, engine = (2, 3, 4) * 6, make_engine()
+    want = expect(toy, RUN, Request(1, prompt, max_new_tokens=40, seed=7))
+    forms = [list(prompt), np.array(prompt, np.int8), iter(prompt)]
+    asked = [
+        Request(n, form, max_new_tokens=np.int8(40), seed=np.uint32(7))
+        for n, form in enumerate(forms)
+    ]
+    check(engine, asked, [want] * len(forms))
 
 
 def test_the_capacity_is_used_to_its_last_place(toy, make_engine):
