@@ -9,6 +9,7 @@ slot, its neighbours or the order of the input.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -82,6 +83,7 @@ class Engine:
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
         self.answers: list[Answer] = []
+        self._decoding = threading.Lock()
         self._started = self._stopped = self._looping = 0.0
         self._sample: DecodeState | None = None  # a state in the midst of decoding
         self._phases: tuple[float, float, float] | None = None
@@ -100,7 +102,18 @@ class Engine:
         Raises:
             UsageError: a prompt has token ids that the model does not have, or does not fit into
                 the capacity; nothing was decoded.
+            RuntimeError: it is called from `on_tokens` or another thread while it decodes.
         """
+        if not self._decoding.acquire(blocking=False):
+            raise RuntimeError("this engine is decoding already; another of the same model can")
+        try:
+            return self._generate(requests, on_tokens)
+        finally:
+            self._decoding.release()
+
+    def _generate(
+        self, requests: Sequence[Request], on_tokens: Callable[[Emission], None] | None
+    ) -> list[Completion]:
         self.answers = [self._admit(index, request) for index, request in enumerate(requests)]
         self._started = self._stopped = self._looping = 0.0
         self._sample = self._phases = None

@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -277,6 +278,56 @@ def test_a_model_without_an_mtp_block_cannot_draft(toy):
     with pytest.raises(UsageError, match="decode with method none"):
         Engine(toy.params, toy.cfg, RUN)
     assert Engine(toy.params, toy.cfg, dataclasses.replace(RUN, budget=1)).drafter.depth == 0
+
+
+def test_an_engine_that_decodes_refuses_a_second_call_and_goes_on(toy, make_engine):
+    """From its own callback or from another thread; the first call's answers stay its own."""
+    engine, requests = make_engine(), requests_of(0)
+    want = [expect(toy, RUN, request) for request in requests]
+    refused: list[str] = []
+
+    def call_again(_: Emission) -> None:
+        with pytest.raises(RuntimeError, match="decoding already") as error:
+            engine.generate(requests[:2])
+        refused.append(str(error.value))
+
+    def from_a_thread(emission: Emission) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(call_again, emission).result()
+
+    for again in (call_again, from_a_thread):
+        refused.clear()
+        completions = engine.generate(requests, again)
+        assert [[*completion.token_ids] for completion in completions] == want
+        assert engine.statistics.tokens == sum(map(len, want))
+        assert refused
+
+
+@pytest.mark.parametrize("exception", [ValueError, KeyboardInterrupt, StopIteration])
+def test_a_callback_that_raises_leaves_an_engine_that_decodes(toy, make_engine, exception):
+    """At the first token, in the midst and at the last; the figures are those of what was taken."""
+    engine, requests = make_engine(), requests_of(0)
+    want = [expect(toy, RUN, request) for request in requests]
+    emissions: list[Emission] = []
+    engine.generate(requests, emissions.append)
+    for last in (1, len(emissions) // 2, len(emissions)):
+        heard: list[Emission] = []
+
+        def stop_at(emission: Emission, heard: list[Emission] = heard, last: int = last) -> None:
+            heard.append(emission)
+            if len(heard) == last:
+                raise exception
+
+        with pytest.raises(exception):
+            engine.generate(requests, stop_at)
+        assert heard == emissions[:last]
+        figures, answers = engine.statistics, engine.answers
+        assert figures.tokens >= sum(len(emission.token_ids) for emission in heard) > 0
+        assert figures.tokens == sum(len(answer.tokens) for answer in answers)
+        assert [a.tokens for a in answers] == [
+            tokens[: len(a.tokens)] for a, tokens in zip(answers, want, strict=True)
+        ]
+        check(engine, requests, want)
 
 
 def test_drafters_that_propose_differently_share_the_prefill(toy, make_engine, caplog):
