@@ -67,6 +67,8 @@ def check(
     completions = engine.generate(requests, emissions.append)
     assert [completion.id for completion in completions] == [request.id for request in requests]
     assert [[*completion.token_ids] for completion in completions] == [[*x] for x in want]
+    begun = list(dict.fromkeys(emission.index for emission in emissions))
+    assert begun == list(range(len(requests)))
     steps, reached = 0, [0] * engine.drafter.depth
     for index, completion in enumerate(completions):
         mine = [emission for emission in emissions if emission.index == index]
@@ -262,6 +264,59 @@ def test_a_slot_whose_answer_ends_in_prefill_is_filled_again_at_once(toy, make_e
     assert not any(stepped)
 
 
+def test_the_device_knows_what_waits_and_what_a_stop_string_ended(toy, make_engine, monkeypatch):
+    """A slot without an answer is done, and a step loop ends early while a request waits."""
+    monkeypatch.setattr("jaxspec.engine.STEPS_A_LOOK", 1)
+    letters, requests = Letters(), [Request(n, (n, 5), max_new_tokens=14) for n in range(12)]
+    free = [expect(toy, RUN, request) for request in requests]
+    stops = tuple({letters.decode(tokens[1:3]) for tokens in free[::2] if len(tokens) > 3})
+    engine = make_engine(letters, stop=stops, batch_size=3)
+    step, prefill = engine._step, engine._prefill
+    begun, idle, waited = [], [], []
+
+    def spy_prefill(answer, shapes):
+        begun.extend([] if answer is None else [answer])
+        return prefill(answer, shapes)
+
+    def spy_step(state, *, steps, refill):
+        if steps:
+            held = [answer for answer in begun if answer.completion is None]
+            assert (~np.asarray(state.done)).sum() <= len(held)
+            idle.append(len(held) < 3)
+            waited.append(refill)
+            assert refill == (len(begun) < len(requests))
+        return step(state, steps=steps, refill=refill)
+
+    engine._prefill, engine._step = spy_prefill, spy_step
+    check(engine, requests, [until_stop(letters, tokens, stops)[0] for tokens in free])
+    assert {*waited} == {*idle} == {True, False}
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_the_runs_top_k_and_top_p_are_obeyed(toy, make_engine, narrow):
+    """So narrow that what is sampled is what is likeliest."""
+    requests = requests_of(6)
+    engine = make_engine(temperature=1.3, **narrow)
+    greedy = dataclasses.replace(RUN, temperature=0.0)
+    check(engine, requests, [expect(toy, greedy, request) for request in requests])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_has_the_type_of_the_parameters(toy, make_engine, dtype):
+    engine, dtypes = make_engine(), set()
+    engine.params = jax.tree.map(lambda leaf: leaf.astype(dtype), toy.params)
+    start = engine._start
+
+    def spy(answers, shapes):
+        state = start(answers, shapes)
+        dtypes.add(state.draft.feature.dtype.name)
+        return state
+
+    engine._start = spy
+    engine.generate([GOOD])
+    assert dtypes == {dtype}
+
+
 def test_no_requests_and_what_an_engine_cannot_be_made_of(toy, make_engine):
     engine = make_engine()
     assert engine.generate([]) == []
@@ -324,6 +379,7 @@ def test_a_callback_that_raises_leaves_an_engine_that_decodes(toy, make_engine, 
         figures, answers = engine.statistics, engine.answers
         assert figures.tokens >= sum(len(emission.token_ids) for emission in heard) > 0
         assert figures.tokens == sum(len(answer.tokens) for answer in answers)
+        assert figures.rows == sum(bool(answer.tokens) for answer in answers)
         assert [a.tokens for a in answers] == [
             tokens[: len(a.tokens)] for a, tokens in zip(answers, want, strict=True)
         ]
