@@ -9,6 +9,7 @@ slot, its neighbours or the order of the input.
 from __future__ import annotations
 
 import dataclasses
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +31,7 @@ from jaxspec.limits import UINT32_MAX
 from jaxspec.model.backends import check_impl
 from jaxspec.model.params import ModelParams
 from jaxspec.phases import measure_shares
-from jaxspec.requests import Request, check_token_ids
+from jaxspec.requests import Request, check_token_ids, with_integers
 from jaxspec.results import Completion, Emission, Statistics
 from jaxspec.sample import Sampling
 from jaxspec.settings import RunConfig
@@ -82,6 +83,7 @@ class Engine:
         self.params, self.cfg, self.run, self.tokenizer = params, cfg, run, tokenizer
         self.drafter = select_drafter(cfg, run)
         self.answers: list[Answer] = []
+        self._decoding = threading.Lock()
         self._started = self._stopped = self._looping = 0.0
         self._sample: DecodeState | None = None  # a state in the midst of decoding
         self._phases: tuple[float, float, float] | None = None
@@ -100,7 +102,18 @@ class Engine:
         Raises:
             UsageError: a prompt has token ids that the model does not have, or does not fit into
                 the capacity; nothing was decoded.
+            RuntimeError: it is called from `on_tokens` or another thread while it decodes.
         """
+        if not self._decoding.acquire(blocking=False):
+            raise RuntimeError("this engine is decoding already; another of the same model can")
+        try:
+            return self._generate(requests, on_tokens)
+        finally:
+            self._decoding.release()
+
+    def _generate(
+        self, requests: Sequence[Request], on_tokens: Callable[[Emission], None] | None
+    ) -> list[Completion]:
         self.answers = [self._admit(index, request) for index, request in enumerate(requests)]
         self._started = self._stopped = self._looping = 0.0
         self._sample = self._phases = None
@@ -127,12 +140,14 @@ class Engine:
 
     def _admit(self, index: int, request: Request) -> Answer:
         """Checks one request and makes token ids of it."""
+        request = with_integers(request)
         prompt = request.prompt
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise UsageError(f"prompt {request.id!r} is text; without a tokenizer give ids")
             prompt = tuple(self.tokenizer.encode_chat(prompt, request.history))
-        prompt = tuple(prompt)  # a list or an array is checked as well
+        elif request.history:
+            raise UsageError(f"prompt {request.id!r}: history goes with text, not with token ids")
         if not prompt or min(prompt) < 0:
             raise UsageError(f"prompt {request.id!r} needs at least one token, and ids >= 0")
         check_token_ids([dataclasses.replace(request, prompt=prompt)], self.cfg.vocab_size)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+import operator
 import reprlib
 import sys
 from collections.abc import Iterable, Iterator, Sequence
@@ -89,6 +90,34 @@ def read_requests(source: str) -> list[Request]:
             f"{name} holds no prompt; one JSON object a line, with a prompt, is needed"
         )
     return requests
+
+
+def with_integers(request: Request) -> Request:
+    """The request with plain integers for token ids, limit and seed, whatever sequence held them.
+
+    Raises:
+        UsageError: one of them is no integer; it would be cut to one without a word.
+    """
+
+    def integer(value: Any, what: str) -> int:
+        try:
+            if not isinstance(value, bool):
+                return operator.index(value)
+        except TypeError:
+            pass
+        raise UsageError(
+            f"prompt {request.id!r}: {what} must be an integer, not {reprlib.repr(value)}"
+        )
+
+    prompt, limit, seed = request.prompt, request.max_new_tokens, request.seed
+    if not isinstance(prompt, str):
+        prompt = tuple(integer(token, "each token id") for token in prompt)
+    return dataclasses.replace(
+        request,
+        prompt=prompt,
+        max_new_tokens=None if limit is None else integer(limit, "max_new_tokens"),
+        seed=None if seed is None else integer(seed, "seed"),
+    )
 
 
 def check_token_ids(requests: Iterable[Request], vocab_size: int) -> None:

@@ -58,6 +58,9 @@ TREES = "test_tree_verify.py::test_every_node_of_random_trees_equals_its_serial_
 SELECTS = "test_grow.py::test_select_is_best_first"
 GROWS = "test_grow.py::test_growth_is_a_beam_of_path_scores"
 ENDS = "test_grow.py::test_what_cannot_enter_a_tree_does_not_grow_and_is_not_missed"
+WAITS = "test_engine.py::test_the_device_knows_what_waits_and_what_a_stop_string_ended"
+RAISES = "test_engine.py::test_a_callback_that_raises_leaves_an_engine_that_decodes"
+ROOM = "test_shapes.py::test_there_is_room_for_every_request_and_little_more"
 OBSERVES = "test_mtp_drafter.py::test_observing_a_path_is_running_its_rows_singly"
 DRAFTS = "test_mtp_drafter.py::test_scores_of_a_draft_are_those_of_its_paths_run_one_by_one"
 LARGEST = (
@@ -620,6 +623,120 @@ _STATE = (
         "length + limit - 1 > capacity",
         "length + limit > capacity",
         "test_engine.py::test_the_capacity_is_used_to_its_last_place",
+    ),
+    Mutant(
+        "top-k and top-p of the run are dropped",
+        ENGINE,
+        "                top_k=run.top_k,\n                top_p=run.top_p,\n",
+        "",
+        "test_engine.py::test_the_runs_top_k_and_top_p_are_obeyed",
+    ),
+    Mutant(
+        "every method drafts a chain",
+        ENGINE,
+        'TreeShape.tree if run.method == "tree" else TreeShape.chain',
+        "TreeShape.chain",
+        "test_mtp_drafter.py::test_method_and_budget_choose_the_drafter",
+    ),
+    Mutant(
+        "children of the root are not sharpened",
+        DRAFT,
+        "expand(grown, first, scores, sharpness=shape.sharpness)",
+        "expand(grown, first, scores)",
+        DRAFTS,
+    ),
+    Mutant(
+        "children below the root are not sharpened",
+        DRAFT,
+        "expand(drafted.grown, front, scores, sharpness=shape.sharpness)",
+        "expand(drafted.grown, front, scores)",
+        DRAFTS,
+    ),
+    Mutant(
+        "budget without its root",
+        ENGINE,
+        "grow(int(run.budget))",
+        "grow(int(run.budget) + 1)",
+        "test_mtp_drafter.py::test_method_and_budget_choose_the_drafter",
+    ),
+    Mutant(
+        "what a stop string ended goes on",
+        ENGINE,
+        "jnp.asarray([held is None for held in slots])",
+        "state.done",
+        WAITS,
+    ),
+    Mutant("free slots wait for a look", ENGINE, "refill=bool(waiting)", "refill=False", WAITS),
+    Mutant("the last request comes first", ENGINE, "waiting.popleft()", "waiting.pop()", WAITS),
+    Mutant(
+        "cache in float32",
+        ENGINE,
+        "dtype=self.params.embed.dtype",
+        "dtype=jnp.float32",
+        "test_engine.py::test_the_cache_has_the_type_of_the_parameters",
+    ),
+    Mutant(
+        "two calls at once",
+        ENGINE,
+        "if not self._decoding.acquire(blocking=False):",
+        "if self._decoding.acquire(blocking=False) is None:",
+        "test_engine.py::test_an_engine_that_decodes_refuses_a_second_call_and_goes_on",
+    ),
+    Mutant(
+        "a callback that raises ends the engine",
+        ENGINE,
+        "            self._decoding.release()",
+        "            self._decoding.locked()",
+        RAISES,
+    ),
+    Mutant(
+        "requests that did not begin are counted",
+        ANSWER,
+        "for answer in answers if answer.tokens]",
+        "for answer in answers]",
+        RAISES,
+    ),
+    Mutant(
+        "room for the run's own limit alone",
+        SHAPES,
+        "round_up(max(answer.limit for answer in answers), ROUND)",
+        "round_up(run.max_new_tokens, ROUND)",
+        ROOM,
+    ),
+    Mutant(
+        "capacity one place short",
+        SHAPES,
+        "answer.limit - 1 for answer",
+        "answer.limit - 2 for answer",
+        ROOM,
+    ),
+    Mutant(
+        "slots that no request needs",
+        SHAPES,
+        "min(run.batch_size, len(answers))",
+        "run.batch_size",
+        ROOM,
+    ),
+    Mutant(
+        "forwards cost their tokens alone",
+        SHAPES,
+        "forwards * (chunk + CHUNK_COST)",
+        "forwards * chunk",
+        "test_shapes.py::test_the_chunk_is_the_cheapest_for_the_prompts",
+    ),
+    Mutant(
+        "numbers are cut to integers",
+        "jaxspec/requests.py",
+        "return operator.index(value)",
+        "return int(value)",
+        "test_engine.py::test_one_bad_request_refuses_all_before_anything_is_decoded",
+    ),
+    Mutant(
+        "trees end a level early",
+        GROW,
+        "min(budget - 1, 8)",
+        "min(budget - 1, 7)",
+        "test_grow.py::test_a_tree_is_as_deep_as_the_chain_of_its_budget_up_to_eight_levels",
     ),
     Mutant(
         "every token counts as drafted",

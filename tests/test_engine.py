@@ -7,6 +7,7 @@ import logging
 import random
 import re
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -66,6 +67,8 @@ def check(
     completions = engine.generate(requests, emissions.append)
     assert [completion.id for completion in completions] == [request.id for request in requests]
     assert [[*completion.token_ids] for completion in completions] == [[*x] for x in want]
+    begun = list(dict.fromkeys(emission.index for emission in emissions))
+    assert begun == list(range(len(requests)))
     steps, reached = 0, [0] * engine.drafter.depth
     for index, completion in enumerate(completions):
         mine = [emission for emission in emissions if emission.index == index]
@@ -194,11 +197,18 @@ GOOD = Request(1, (2, 3))
         (Request(2, (3, VOCAB, 4)), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
         (Request(2, [3, VOCAB, 4]), f"token id {VOCAB}; the vocabulary ends at {VOCAB - 1}"),
         (Request(2, np.array([3, VOCAB])), f"token id {VOCAB}; the vocabulary ends"),
+        (Request(2, (3, 2.5)), "each token id must be an integer, not 2.5"),
+        (Request(2, np.array([3.0, 2.0])), "each token id must be an integer, not"),
+        (Request(2, (3, True)), "each token id must be an integer, not True"),
+        (Request(2, (3,), (Turn("user", "a"),)), "history goes with text"),
+        (Request(2, (3,), max_new_tokens=2.0), "max_new_tokens must be an integer, not 2.0"),
+        (Request(2, (3,), seed=1.5), "seed must be an integer, not 1.5"),
         (Request(2, (3,), seed=-1), "seed -1; it must be from 0 to 4294967295"),
         (Request(2, (3,), seed=2**40), "seed 1099511627776; it must be from 0"),
         (Request(2, "text"), "without a tokenizer"),
         (Request(2, (3,) * 65), "65 tokens, above the capacity of 64"),
         (Request(2, (3,) * 60), "from 1 to 5, not 14, at a capacity of 64"),
+        (Request(2, (3,) * 60, max_new_tokens=np.int8(100)), "from 1 to 5, not 100"),
         (Request(2, (3,), max_new_tokens=65), "from 1 to 64, not 65"),
         (Request(2, (3,), max_new_tokens=0), "from 1 to 64, not 0"),
     ],
@@ -212,6 +222,18 @@ def test_one_bad_request_refuses_all_before_anything_is_decoded(make_engine, bad
     assert "\n" not in str(error.value)
     assert not emissions
     assert engine.statistics.tokens == 0
+
+
+def test_any_sequence_of_integers_is_a_prompt(toy, make_engine):
+    """A list, an array or an iterator, and NumPy's integers."""
+    prompt, engine = (2, 3, 4) * 6, make_engine()
+    want = expect(toy, RUN, Request(1, prompt, max_new_tokens=40, seed=7))
+    forms = [list(prompt), np.array(prompt, np.int8), iter(prompt)]
+    asked = [
+        Request(n, form, max_new_tokens=np.int8(40), seed=np.uint32(7))
+        for n, form in enumerate(forms)
+    ]
+    check(engine, asked, [want] * len(forms))
 
 
 def test_the_capacity_is_used_to_its_last_place(toy, make_engine):
@@ -242,6 +264,59 @@ def test_a_slot_whose_answer_ends_in_prefill_is_filled_again_at_once(toy, make_e
     assert not any(stepped)
 
 
+def test_the_device_knows_what_waits_and_what_a_stop_string_ended(toy, make_engine, monkeypatch):
+    """A slot without an answer is done, and a step loop ends early while a request waits."""
+    monkeypatch.setattr("jaxspec.engine.STEPS_A_LOOK", 1)
+    letters, requests = Letters(), [Request(n, (n, 5), max_new_tokens=14) for n in range(12)]
+    free = [expect(toy, RUN, request) for request in requests]
+    stops = tuple({letters.decode(tokens[1:3]) for tokens in free[::2] if len(tokens) > 3})
+    engine = make_engine(letters, stop=stops, batch_size=3)
+    step, prefill = engine._step, engine._prefill
+    begun, idle, waited = [], [], []
+
+    def spy_prefill(answer, shapes):
+        begun.extend([] if answer is None else [answer])
+        return prefill(answer, shapes)
+
+    def spy_step(state, *, steps, refill):
+        if steps:
+            held = [answer for answer in begun if answer.completion is None]
+            assert (~np.asarray(state.done)).sum() <= len(held)
+            idle.append(len(held) < 3)
+            waited.append(refill)
+            assert refill == (len(begun) < len(requests))
+        return step(state, steps=steps, refill=refill)
+
+    engine._prefill, engine._step = spy_prefill, spy_step
+    check(engine, requests, [until_stop(letters, tokens, stops)[0] for tokens in free])
+    assert {*waited} == {*idle} == {True, False}
+
+
+@pytest.mark.parametrize("narrow", [{"top_k": 1}, {"top_p": 1e-6}])
+def test_the_runs_top_k_and_top_p_are_obeyed(toy, make_engine, narrow):
+    """So narrow that what is sampled is what is likeliest."""
+    requests = requests_of(6)
+    engine = make_engine(temperature=1.3, **narrow)
+    greedy = dataclasses.replace(RUN, temperature=0.0)
+    check(engine, requests, [expect(toy, greedy, request) for request in requests])
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_cache_has_the_type_of_the_parameters(toy, make_engine, dtype):
+    engine, dtypes = make_engine(), set()
+    engine.params = jax.tree.map(lambda leaf: leaf.astype(dtype), toy.params)
+    start = engine._start
+
+    def spy(answers, shapes):
+        state = start(answers, shapes)
+        dtypes.add(state.draft.feature.dtype.name)
+        return state
+
+    engine._start = spy
+    engine.generate([GOOD])
+    assert dtypes == {dtype}
+
+
 def test_no_requests_and_what_an_engine_cannot_be_made_of(toy, make_engine):
     engine = make_engine()
     assert engine.generate([]) == []
@@ -258,6 +333,57 @@ def test_a_model_without_an_mtp_block_cannot_draft(toy):
     with pytest.raises(UsageError, match="decode with method none"):
         Engine(toy.params, toy.cfg, RUN)
     assert Engine(toy.params, toy.cfg, dataclasses.replace(RUN, budget=1)).drafter.depth == 0
+
+
+def test_an_engine_that_decodes_refuses_a_second_call_and_goes_on(toy, make_engine):
+    """From its own callback or from another thread; the first call's answers stay its own."""
+    engine, requests = make_engine(), requests_of(0)
+    want = [expect(toy, RUN, request) for request in requests]
+    refused: list[str] = []
+
+    def call_again(_: Emission) -> None:
+        with pytest.raises(RuntimeError, match="decoding already") as error:
+            engine.generate(requests[:2])
+        refused.append(str(error.value))
+
+    def from_a_thread(emission: Emission) -> None:
+        with ThreadPoolExecutor() as pool:
+            pool.submit(call_again, emission).result()
+
+    for again in (call_again, from_a_thread):
+        refused.clear()
+        completions = engine.generate(requests, again)
+        assert [[*completion.token_ids] for completion in completions] == want
+        assert engine.statistics.tokens == sum(map(len, want))
+        assert refused
+
+
+@pytest.mark.parametrize("exception", [ValueError, KeyboardInterrupt, StopIteration])
+def test_a_callback_that_raises_leaves_an_engine_that_decodes(toy, make_engine, exception):
+    """At the first token, in the midst and at the last; the figures are those of what was taken."""
+    engine, requests = make_engine(), requests_of(0)
+    want = [expect(toy, RUN, request) for request in requests]
+    emissions: list[Emission] = []
+    engine.generate(requests, emissions.append)
+    for last in (1, len(emissions) // 2, len(emissions)):
+        heard: list[Emission] = []
+
+        def stop_at(emission: Emission, heard: list[Emission] = heard, last: int = last) -> None:
+            heard.append(emission)
+            if len(heard) == last:
+                raise exception
+
+        with pytest.raises(exception):
+            engine.generate(requests, stop_at)
+        assert heard == emissions[:last]
+        figures, answers = engine.statistics, engine.answers
+        assert figures.tokens >= sum(len(emission.token_ids) for emission in heard) > 0
+        assert figures.tokens == sum(len(answer.tokens) for answer in answers)
+        assert figures.rows == sum(bool(answer.tokens) for answer in answers)
+        assert [a.tokens for a in answers] == [
+            tokens[: len(a.tokens)] for a, tokens in zip(answers, want, strict=True)
+        ]
+        check(engine, requests, want)
 
 
 def test_drafters_that_propose_differently_share_the_prefill(toy, make_engine, caplog):

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxspec.draft.grow import Candidates, Frontier, expand, frontier, select
+from jaxspec.draft.grow import Candidates, Frontier, TreeShape, expand, frontier, select
 from jaxspec.sample import MASKED
 from jaxspec.tree import NO_PARENT
 from tests.random_trees import ancestry, depths
@@ -250,6 +250,16 @@ def test_what_cannot_enter_a_tree_does_not_grow_and_is_not_missed(levels, width,
                 assert grows == set(best) & set(first)
                 dropped += len(best) - len(grows)
     assert dropped > 0
+
+
+@pytest.mark.parametrize("budget", range(2, 65))
+def test_a_tree_is_as_deep_as_the_chain_of_its_budget_up_to_eight_levels(budget):
+    tree, chain = TreeShape.tree(budget), TreeShape.chain(budget)
+    assert (tree.budget, chain.budget, chain.levels) == (budget, budget, budget - 1)
+    assert tree.levels == min(chain.levels, 8)
+    assert (chain.width, chain.top_k) == (1, 1)
+    # Candidates for every node, if the draft is sure of none.
+    assert tree.top_k + (tree.levels - 1) * tree.width * tree.top_k >= budget - 1
 
 
 def test_chain_is_width_one():

@@ -19,9 +19,12 @@ from jaxspec.cache import extend_layer, init_layer
 from jaxspec.draft import Drafter, mtp
 from jaxspec.draft.grow import TreeShape
 from jaxspec.draft.mtp import MtpState, make_drafter
+from jaxspec.draft.plain import PLAIN
+from jaxspec.engine import select_drafter
 from jaxspec.errors import UsageError
 from jaxspec.model.mtp import mtp_logits, run_mtp
 from jaxspec.sample import Sampling, perturb
+from jaxspec.settings import RunConfig
 from jaxspec.tree import NO_PARENT, DraftTree, TokenBlock
 from jaxspec.verify import VerifyResult
 from tests.conftest import TINY
@@ -33,7 +36,7 @@ CLOSE = 1e-5
 WINDOW = 8
 STARTS = np.arange(1, 2 * WINDOW + 4, dtype=np.int32)
 BATCH = len(STARTS)
-TREE = TreeShape(budget=8, levels=4, width=2, top_k=3)
+TREE = TreeShape(budget=8, levels=4, width=2, top_k=3, sharpness=1.5)
 CHAIN = TreeShape.chain(5)
 ALL = dataclasses.replace(TREE, budget=22)
 """Of the same candidates all: 3 children of the root, then 2 x 3 at each of three levels."""
@@ -174,10 +177,11 @@ def test_scores_of_a_draft_are_those_of_its_paths_run_one_by_one(model, started,
 
 
 def check_tree(model, started, sampling, tree: DraftTree, shape: TreeShape) -> None:
-    """Tokens are the best children of their parents, scores the sums of their edges."""
+    """Tokens are the best children of their parents, scores the sums of their sharpened edges."""
     assert np.array_equal(tree.token[:, 0], started.root)
     assert tree.live.all()
-    edges = serial_scores(model, started, sampling, tree)
+    sharp = shape.sharpness * serial_scores(model, started, sampling, tree)
+    edges = sharp - np.logaddexp.reduce(sharp, axis=-1, keepdims=True)
     for row in range(BATCH):
         parent, token, score = tree.parent[row], tree.token[row], tree.score[row]
         want = np.zeros(len(parent), np.float32)
@@ -336,6 +340,15 @@ def test_drafters_of_equal_arguments_are_equal_and_share_a_state(model):
     assert hash(make_drafter(model.cfg, TREE)) == hash(make_drafter(model.cfg, TREE))
     assert make_drafter(model.cfg, TREE) != make_drafter(model.cfg, CHAIN)
     assert make_drafter(model.cfg, TREE).init == make_drafter(model.cfg, CHAIN).init
+
+
+@pytest.mark.parametrize("budget", [1, 2, 5, 64])
+def test_method_and_budget_choose_the_drafter(model, budget):
+    for method, grow in (("linear", TreeShape.chain), ("tree", TreeShape.tree)):
+        run = RunConfig(method=method, budget=budget, impl="ref")
+        want = PLAIN if budget == 1 else make_drafter(model.cfg, grow(budget), impl="ref")
+        assert select_drafter(model.cfg, run) == want
+    assert select_drafter(model.cfg, RunConfig(method="none", budget=budget)) == PLAIN
 
 
 @pytest.mark.parametrize(
