@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxspec.command import Parser, conclude
 from tests.oracle.golden import FOLDER, compute_golden, write_golden
 from tests.oracle.random import random_checkpoint
 
@@ -64,7 +67,19 @@ CASES = {
 }
 
 
-def main() -> None:
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; the exit status."""
+
+    def body() -> int:
+        Parser(prog="python -m scripts.make_golden", description=__doc__).parse_args(argv)
+        write_all()
+        return 0
+
+    return conclude("make_golden", body)
+
+
+def write_all() -> None:
+    """Writes the files of all cases over those that are there."""
     FOLDER.mkdir(exist_ok=True)
     for name, case in CASES.items():
         config, tensors = random_checkpoint(case.overrides, case.seed)
@@ -83,4 +98,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

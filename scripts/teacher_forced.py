@@ -72,8 +72,12 @@ def build_parser() -> Parser:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X")
     parser.add_argument("--batch-size", type=int, default=8, metavar="N")
     parser.add_argument("--seed", type=int, default=0, metavar="N")
-    parser.add_argument("--max-rate", type=float, default=MAX_RATE, metavar="X", help="floor")
-    parser.add_argument("--max-gap", type=float, default=MAX_GAP, metavar="X", help="floor")
+    parser.add_argument(
+        "--max-rate", type=float, default=MAX_RATE, metavar="X", help="the most that passes"
+    )
+    parser.add_argument(
+        "--max-gap", type=float, default=MAX_GAP, metavar="X", help="the most that passes"
+    )
     parser.add_argument("--out", type=Path, metavar="FILE.json")
     return parser
 

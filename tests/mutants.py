@@ -734,9 +734,9 @@ _STATE = (
     Mutant(
         "trees end a level early",
         GROW,
-        "min(budget - 1, 8)",
-        "min(budget - 1, 7)",
-        "test_grow.py::test_a_tree_is_as_deep_as_the_chain_of_its_budget_up_to_eight_levels",
+        "TreeShape(budget, budget - 1, beam, beam,",
+        "TreeShape(budget, max(budget - 2, 1), beam, beam,",
+        "test_grow.py::test_a_tree_may_be_as_deep_as_the_chain_of_its_budget",
     ),
     Mutant(
         "every token counts as drafted",
