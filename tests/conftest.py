@@ -27,9 +27,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-MOST_MAPPINGS = 30_000
-
-
 TINY = {
     "compress_ratios": [0, 4, 8],
     "sliding_window": 8,
@@ -39,12 +36,14 @@ TINY = {
 """One layer of each kind, with windows and ratios so small that every edge is near."""
 
 
+MOST_MAPPINGS = 30_000
+"""Of a process between two files of tests. XLA maps every kernel of a program on its own, Linux
+allows 65,530 by default, and at the limit a compilation aborts the process."""
+
+
 @pytest.fixture(scope="module", autouse=True)
 def forget_programs() -> Iterator[None]:
-    """Between files, where the process holds many programs: it may compile more than Linux allows.
-
-    XLA maps every kernel of a program on its own, and a process has 65,530 mappings by default.
-    """
+    """After a file, forgets all compiled programs if they are many."""
     yield
     maps = Path("/proc/self/maps")
     if maps.exists() and len(maps.read_bytes().splitlines()) > MOST_MAPPINGS:

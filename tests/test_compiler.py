@@ -38,5 +38,10 @@ def test_inference_sums_rows_within_float32(length: int) -> None:
 def test_training_sums_matrices_within_float32() -> None:
     """The norm of a gradient: 1 % off at 64 million values where they are added one by one."""
     x = np.random.default_rng(0).random((4096, 2048), np.float32)
-    total = jax.jit(lambda x: (x * x).sum(), compiler_options=compiler_options())(x)
-    np.testing.assert_allclose(total, np.square(x, dtype=np.float64).sum(), rtol=1e-6)
+    want = np.square(x, dtype=np.float64).sum()
+    total, control = (
+        jax.jit(lambda x: (x * x).sum(), compiler_options=options)(x)
+        for options in (compiler_options(), inference_options())
+    )
+    np.testing.assert_allclose(total, want, rtol=1e-6)
+    assert abs(control / want - 1) > 1e-5  # so training must not take the options of inference

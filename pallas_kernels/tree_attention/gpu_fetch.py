@@ -50,7 +50,7 @@ class Place(NamedTuple):
         return any(is_fp8(source) for source in self.ref.sources)
 
     @property
-    def set(self) -> Array:
+    def node_set(self) -> Array:
         """The set of nodes that the query rows belong to."""
         return self.row // max(self.shape.heads, TILE)
 
@@ -76,7 +76,7 @@ def fetch(at: Place, step: Array) -> None:
         if isinstance(keys, Fp8Source):  # the rest follows in `unpack`
             keys, column = keys.rotary, at.ref.q.shape[2] - TILE
         if isinstance(source, Rows):
-            index = source.listed.at[at.batch, at.set, pl.ds(first, TILE)]
+            index = source.listed.at[at.batch, at.node_set, pl.ds(first, TILE)]
             place = at.scratch.keys.at[at.group, :, column:]
             _copy_tile(at, keys.at[at.batch], index, place, at.group)
             _close(at)
@@ -182,10 +182,10 @@ def _bring(at: Place, source: Any, first: Array, part: Array) -> None:
     def _() -> None:
         columns = pl.ds(part * TILE, TILE)
         if isinstance(source, Rows):
-            index = source.listed.at[at.batch, at.set, pl.ds(first, TILE)]
+            index = source.listed.at[at.batch, at.node_set, pl.ds(first, TILE)]
             values = keys.values.at[at.batch, :, columns]
             _copy_tile(at, values, index, place, at.groups + stage)
-            scale = keys.scale.at[at.batch, at.set]
+            scale = keys.scale.at[at.batch, at.node_set]
             plgpu.barrier_arrive(barrier)
         else:
             values = keys.values.at[at.batch, pl.ds(first, TILE), columns]
@@ -216,7 +216,7 @@ def refill(at: Place, step: Array, group: int) -> None:
 def clear(at: Place, step: Array) -> None:
     """Zeroes the keys of the warpgroup's tile that hold nothing: zero times NaN is NaN."""
     tile = at.tile(step, at.group)
-    words = [at.ref.valid[at.batch, at.set, 2 * tile + half] for half in range(2)]
+    words = [at.ref.valid[at.batch, at.node_set, 2 * tile + half] for half in range(2)]
 
     @pl.when((words[0] & words[1]) != jnp.uint32(ALL_BITS))
     def _() -> None:

@@ -14,7 +14,12 @@ from jax import Array
 
 from pallas_kernels.hopper import SMS
 from pallas_kernels.tree_attention.gpu_layout import TILE, Fp8Source, Rows, warpgroups
-from pallas_kernels.tree_attention.gpu_union import gathers, list_size, nodes_together, union
+from pallas_kernels.tree_attention.gpu_selected import (
+    gathers,
+    list_selected,
+    list_size,
+    nodes_together,
+)
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 from pallas_kernels.words import WORD, leading, merge, pack
 
@@ -88,7 +93,7 @@ def _entries(committed: Committed, nodes: int, heads: int, mode: str) -> tuple[A
     count = jnp.minimum(committed.length // committed.ratio, capacity)
     if gathers(committed, nodes, heads, mode):
         size = list_size(committed, nodes, heads)
-        found = union(committed.selected, count, nodes_together(heads), size)
+        found = list_selected(committed.selected, count, nodes_together(heads), size)
         rows = Rows(_by_rows(committed.entries, found.rows), found.rows)
         return rows, found.words, leading(found.held, size // WORD)
     there = leading(count, -(-capacity // WORD))

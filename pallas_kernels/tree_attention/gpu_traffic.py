@@ -11,12 +11,12 @@ from jax import Array
 
 from pallas_kernels.memory import nbytes, row_nbytes
 from pallas_kernels.tree_attention.gpu_layout import TILE
+from pallas_kernels.tree_attention.gpu_selected import BLOCK, gathers, list_size, nodes_together
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
     padded_heads,
     unpacks,
 )
-from pallas_kernels.tree_attention.gpu_union import BLOCK, gathers, list_size, nodes_together
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 from pallas_kernels.words import WORD
 

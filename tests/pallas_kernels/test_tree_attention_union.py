@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels.tree_attention import forms, gpu_union
+from pallas_kernels.tree_attention import forms
+from pallas_kernels.tree_attention.gpu_selected import list_selected
 from pallas_kernels.tree_attention.tpu_union import union
 from tests.pallas_kernels.cases_tree_attention import pack
 
@@ -45,7 +46,7 @@ def test_a_list_has_every_entry_that_its_nodes_select_once_and_in_order(
     mask = rng.random((2, nodes, capacity)) < share
     mask[1, 0] = False
     count = np.array([capacity, capacity - capacity // 3])
-    found = jax.jit(gpu_union.union, static_argnums=(2, 3))(
+    found = jax.jit(list_selected, static_argnums=(2, 3))(
         pack(mask), jnp.asarray(count, jnp.int32), together, size
     )
     mask &= np.arange(capacity) < count[:, None, None]

@@ -25,7 +25,7 @@ GAIN = 1.15
 """Rows are gathered if the capacity is more than so many times the most that a block selects."""
 
 
-class Union(NamedTuple):
+class Selected(NamedTuple):
     """The rows that someone of a set of nodes sees."""
 
     rows: Array  # [B, S, U] int32: in order, then the last of them again, or 0 if there is none
@@ -62,7 +62,7 @@ def gathers(committed: Committed, nodes: int, heads: int, mode: str) -> bool:
     return mode == "gather" or capacity > GAIN * list_size(committed, nodes, heads)
 
 
-def union(selected: Array, count: Array, together: int, size: int) -> Union:
+def list_selected(selected: Array, count: Array, together: int, size: int) -> Selected:
     """Lists of what each set of nodes selects.
 
     Args:
@@ -77,11 +77,11 @@ def union(selected: Array, count: Array, together: int, size: int) -> Union:
     of_sets = jax.vmap(partial(_places, size=size), (0, None))
     rows, held = jax.vmap(of_sets)(merge(each, 2), count)
     if together == 1:
-        return Union(rows, leading(held, size // WORD), held)
+        return Selected(rows, leading(held, size // WORD), held)
     words = jnp.take_along_axis(each, (rows // WORD)[:, :, None], axis=3)
     seen = (words >> (rows % WORD).astype(jnp.uint32)[:, :, None]) & 1 == 1
     seen &= (jnp.arange(size) < held[..., None])[:, :, None]
-    return Union(rows, pack(seen).reshape(batch, -1, size // WORD)[:, :nodes], held)
+    return Selected(rows, pack(seen).reshape(batch, -1, size // WORD)[:, :nodes], held)
 
 
 def _places(words: Array, count: Array, *, size: int) -> tuple[Array, Array]:
