@@ -1038,8 +1038,8 @@ _KERNELS = (
     Mutant(
         "zeros of both signs differ",
         INDEX_CPU,
-        "(scores + 0.0, jnp",
-        "(scores, jnp",
+        "jnp.where(scores == 0, 0, bits)",
+        "bits + 0",
         LARGEST,
     ),
     Mutant(
