@@ -11,7 +11,7 @@ from pallas_kernels.hopper import check_interpreter
 from pallas_kernels.tree_attention import gpu_kernel
 from pallas_kernels.tree_attention.forms import dequantise
 from pallas_kernels.tree_attention.gpu_cluster import check_splits
-from pallas_kernels.tree_attention.gpu_layout import TILE, Operands, Shape
+from pallas_kernels.tree_attention.gpu_layout import TILE, Operands, Shape, warpgroups
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
     lists_of,
@@ -70,7 +70,7 @@ def tree_attention(
     q = q.reshape(batch, -1, width)
     sinks = jnp.tile(jnp.pad(sink, (0, padded - heads)), max(1, TILE // padded))
     splits = splits or default_splits(batch * q.shape[1] // TILE, tiles.starts[-1], width)
-    check_splits(splits, width)
+    check_splits(splits)
     shape = Shape(padded, splits, tiles.starts, interpret)
     lists = lists_of(words, padded)
     operands = Operands(q, tiles.sources, words, tiles.valid, *lists, sinks.astype(jnp.float32))
@@ -103,6 +103,7 @@ def refusal(q: Array, committed: Committed, own: Own) -> str | None:
                 f" transposed values); got {array.dtype}; use 'ref'"
             )
     width = q.shape[-1]
-    if width % TILE or width > 512:
-        return f"the GPU kernel takes head dims 64, 128, ..., 512; got {width}; use 'ref'"
+    # The result of one wgmma has up to 256 columns.
+    if width % TILE or width // warpgroups(width) > 256:
+        return f"the GPU kernel takes head dims 64, 128, 192, 256, 384, 512; got {width}; use 'ref'"
     return None

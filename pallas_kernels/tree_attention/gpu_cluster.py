@@ -1,18 +1,17 @@
 """One softmax over blocks of threads that share the keys of 64 query rows, on the chip.
 
 The blocks are a cluster. Each leaves its sum of keys, not normalised, and the statistics of its
-softmax in its own shared memory, where keys lay, and then brings its share of the columns together
-from the shared memory of all of them (distributed shared memory). So no partial result goes through
-device memory. The interpreter knows neither clusters nor peers' memory: there the parts are results
-of the kernel, and the same arithmetic joins the same shares.
+softmax in its own shared memory, where keys lay, and then joins some of the columns out of the
+shared memory of all blocks (distributed shared memory). No partial result goes through device
+memory. The interpreter knows neither clusters nor peers' memory: there the parts are results of the
+kernel, and the same arithmetic joins the same pieces.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
-from functools import partial, reduce
-from typing import Any, NamedTuple
+from functools import reduce
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -36,29 +35,25 @@ SIZES = (1, 2, 4, 8, 16)
 multiprocessors share their memory and are free; Mosaic GPU's runtime asks for more than 8 itself
 (`CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED`)."""
 PIECE = 32
-"""Columns that are joined at once at the most: 16 registers a part, and a line of 128 bytes."""
-WGMMA_COLUMNS = 8
-"""Columns that a matrix in wgmma's layout is a multiple of."""
+"""Columns that are joined at once: 128 bytes, the least that Mosaic GPU writes of a row."""
 
 
-class Share(NamedTuple):
-    """Columns that a warpgroup of one block of a cluster joins."""
-
-    first: Any  # a number, or one that is known when the kernel runs
-    columns: int
-    piece: int  # of `columns`, which it divides: so many at once
+def pieces_of(width: int) -> int:
+    """Pieces of the columns, which the warpgroups of a cluster deal out."""
+    return width // PIECE
 
 
-def share_of(split: Any, group: Any, splits: int, width: int) -> Share:
-    """The columns of warpgroup `group` of block `split`: those of all of them are a partition."""
-    groups = warpgroups(width)
-    columns = width // (splits * groups)
-    return Share((split * groups + group) * columns, columns, piece_of(splits, width))
+def turns_of(splits: int, width: int) -> int:
+    """Pieces that a warpgroup joins, or one more than it does where they do not come out even."""
+    return -(-pieces_of(width) // (splits * warpgroups(width)))
 
 
-def piece_of(splits: int, width: int) -> int:
-    """Columns that are joined at once: a divisor of a share, as long as a swizzle may be."""
-    return math.gcd(width // (splits * warpgroups(width)), PIECE)
+def piece_at(turn: Any, split: Any, group: Any, splits: int, width: int) -> Any:
+    """The piece that warpgroup `group` of block `split` joins at a turn, if there are so many.
+
+    Where pieces are few, every block has its first before any has a second.
+    """
+    return (turn * warpgroups(width) + group) * splits + split
 
 
 def peer_of(split: Any, turn: int, splits: int) -> Any:
@@ -70,16 +65,14 @@ def peer_of(split: Any, turn: int, splits: int) -> Any:
     return (split + turn) & (splits - 1)
 
 
-def check_splits(splits: int, width: int) -> None:
+def check_splits(splits: int) -> None:
     """Refuses what cannot be a cluster.
 
     Raises:
-        ValueError: a number of blocks that is no cluster's, or too many for the head dim.
+        ValueError: a number of blocks that is no cluster's.
     """
     if splits not in SIZES:
         raise ValueError(f"splits must be one of {', '.join(map(str, SIZES))}; got {splits}")
-    if splits > 1 and width % (splits * warpgroups(width) * WGMMA_COLUMNS):
-        raise ValueError(f"{splits} splits are too many for head dim {width}; take 8 or fewer")
 
 
 def weights_of(tops: Sequence[Array], totals: Sequence[Array], sink: Array) -> list[Array]:
@@ -121,10 +114,9 @@ def meet_cluster() -> None:
     meet()
 
 
-def part_types(splits: int, width: int) -> list[Any]:
+def part_types(width: int) -> list[Any]:
     """Shared memory of a part."""
-    columns = piece_of(splits, width)
-    swizzle = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(4 * columns))
+    swizzle = (plgpu.TilingTransform((8, PIECE)), plgpu.SwizzleTransform(4 * PIECE))
     return [
         plgpu.SMEM((TILE, width), jnp.float32, transforms=swizzle),
         plgpu.SMEM((2, TILE), jnp.float32),
@@ -132,7 +124,7 @@ def part_types(splits: int, width: int) -> list[Any]:
 
 
 def join(part: Part, splits: int, sink: Array, write: Callable[..., None]) -> None:
-    """Joins this warpgroup's share of all blocks' parts, which their own blocks have written.
+    """Joins this warpgroup's columns of all blocks' parts, which their own blocks have written.
 
     Every thread of every block comes through both barriers once, whatever keys its block had, so
     none waits for ever. The first one ends the writing of parts, and with it, since parts lie where
@@ -155,13 +147,17 @@ def join(part: Part, splits: int, sink: Array, write: Callable[..., None]) -> No
     tops = [read(part.statistics.at[0], peer, ROW) for peer in peers]
     totals = [read(part.statistics.at[1], peer, ROW) for peer in peers]
     weights = weights_of(tops, totals, sink)
-    share = share_of(split, group, splits, part.out.shape[1])
+    width = part.out.shape[1]
 
-    @pl.loop(0, share.columns // share.piece)
+    @pl.loop(0, turns_of(splits, width))
     def _(turn: Array) -> None:
-        columns = pl.ds(share.first + turn * share.piece, share.piece)
-        place = part.out.at[:, columns]
-        write(columns, blend(weights, [read(place, peer, MATRIX) for peer in peers]))
+        piece = piece_at(turn, split, group, splits, width)
+
+        @pl.when(piece < pieces_of(width))
+        def _() -> None:
+            columns = pl.ds(piece * PIECE, PIECE)
+            place = part.out.at[:, columns]
+            write(columns, blend(weights, [read(place, peer, MATRIX) for peer in peers]))
 
     meet_cluster()
 
@@ -180,19 +176,22 @@ def join_in_memory(out: Array, top: Array, total: Array, sink: Array) -> Array:
     """
     batch, splits, rows, width = out.shape
     sinks = jnp.tile(sink * LOG2E, rows // sink.shape[0]).reshape(-1, TILE)
-    shares = []
-    for block in range(splits * warpgroups(width)):
-        split, group = divmod(block, warpgroups(width))
-        share = share_of(split, group, splits, width)
-        mine = out[..., share.first : share.first + share.columns]
-        peers = [peer_of(split, turn, splits) for turn in range(splits)]
-        tiles = [x.reshape(batch, splits, -1, TILE, *x.shape[3:]) for x in (mine, top, total)]
-        of_tile = jax.vmap(partial(_join_tile, peers), (1, 1, 1, 0))
-        shares.append(jax.vmap(of_tile, (0, 0, 0, None))(*tiles, sinks))
-    return jnp.concatenate(shares, axis=-1).reshape(batch, rows, width)
+    pieces = pieces_of(width)
+    # Piece `p` is block `p % splits`'s, which starts with its own part.
+    orders = [[peer_of(p % splits, turn, splits) for turn in range(splits)] for p in range(pieces)]
+
+    def join_piece(piece: Array, order: Array) -> Array:
+        of_peers, maxima, sums = (
+            x[:, order].reshape(batch, splits, -1, TILE, *x.shape[3:]) for x in (piece, top, total)
+        )
+        every_tile = jax.vmap(_join_tile, (1, 1, 1, 0))
+        return jax.vmap(every_tile, (0, 0, 0, None))(of_peers, maxima, sums, sinks)
+
+    parts = out.reshape(batch, splits, rows, pieces, PIECE)
+    joined = jax.vmap(join_piece, (3, 0), 3)(parts, jnp.array(orders))
+    return joined.reshape(batch, rows, width)
 
 
-def _join_tile(peers: list[int], out: Array, top: Array, total: Array, sink: Array) -> Array:
-    """One share of 64 rows, `[64, columns]`, of parts `[splits, 64, columns]`."""
-    weights = weights_of([top[k] for k in peers], [total[k] for k in peers], sink)
-    return blend(weights, [out[k] for k in peers])
+def _join_tile(out: Array, top: Array, total: Array, sink: Array) -> Array:
+    """One piece of 64 rows, `[64, PIECE]`, of parts `[splits, 64, PIECE]` in their order."""
+    return blend(weights_of(list(top), list(total), sink), list(out))

@@ -97,7 +97,7 @@ def _memory(operands: Operands, shape: Shape) -> list[Any]:
     if not shape.clustered:
         return types
     q, keys, weights, *rest = types
-    return [q, plgpu.RefUnion([keys, weights], part_types(shape.splits, width)), *rest]
+    return [q, plgpu.RefUnion([keys, weights], part_types(width)), *rest]
 
 
 def _scratch(refs: Sequence[Any], shape: Shape) -> Scratch:
@@ -105,7 +105,7 @@ def _scratch(refs: Sequence[Any], shape: Shape) -> Scratch:
     if not shape.clustered:
         return Scratch(*refs)
     q, ((keys, weights), part), *rest = refs
-    return Scratch(q, keys, weights, *rest, part=Part(*part))
+    return Scratch(q, keys, weights, *rest)._replace(part=Part(*part))
 
 
 def _block(ref: Operands, result: Results, scratch: Scratch, shape: Shape) -> None:
