@@ -10,7 +10,8 @@ from jax import Array
 from pallas_kernels.hopper import check_interpreter
 from pallas_kernels.tree_attention import gpu_kernel
 from pallas_kernels.tree_attention.forms import dequantise
-from pallas_kernels.tree_attention.gpu_layout import LOG2E, TILE, Operands, Results, Shape
+from pallas_kernels.tree_attention.gpu_cluster import check_splits
+from pallas_kernels.tree_attention.gpu_layout import TILE, Operands, Shape, warpgroups
 from pallas_kernels.tree_attention.gpu_tiles import (
     default_splits,
     lists_of,
@@ -48,13 +49,13 @@ def tree_attention(
             their scales) is copied to one.
         own: the block's own keys.
         position: positions of the queries.
-        splits: blocks of threads that share the keys of 64 rows, static; 0: as many as occupy the
-            device.
+        splits: blocks of threads that share the keys of 64 rows, a cluster, static: 1, 2, 4, 8 or
+            16, which not every device has room for; 0: up to 8, as many as occupy the device.
         mode: plan for selected entries, static: `stream`, `gather`, or `auto` by capacity.
         interpret: what `plgpu.kernel` takes, static.
 
     Raises:
-        ValueError: a dtype or size that the kernel does not take.
+        ValueError: a dtype or size that the kernel does not take, or splits that are no cluster.
     """
     check_interpreter(interpret)
     if (reason := refusal(q, committed, own)) is not None:
@@ -69,11 +70,11 @@ def tree_attention(
     q = q.reshape(batch, -1, width)
     sinks = jnp.tile(jnp.pad(sink, (0, padded - heads)), max(1, TILE // padded))
     splits = splits or default_splits(batch * q.shape[1] // TILE, tiles.starts[-1], width)
+    check_splits(splits)
     shape = Shape(padded, splits, tiles.starts, interpret)
     lists = lists_of(words, padded)
     operands = Operands(q, tiles.sources, words, tiles.valid, *lists, sinks.astype(jnp.float32))
-    result = gpu_kernel.attend(operands, shape)
-    out = result.out[:, 0] if splits == 1 else _combine(result, sinks)
+    out = gpu_kernel.attend(operands, shape)
     return out.reshape(batch, -1, padded, width)[:, :nodes, :heads]
 
 
@@ -102,16 +103,7 @@ def refusal(q: Array, committed: Committed, own: Own) -> str | None:
                 f" transposed values); got {array.dtype}; use 'ref'"
             )
     width = q.shape[-1]
-    if width % TILE or width > 512:
-        return f"the GPU kernel takes head dims 64, 128, ..., 512; got {width}; use 'ref'"
+    # The result of one wgmma has up to 256 columns.
+    if width % TILE or width // warpgroups(width) > 256:
+        return f"the GPU kernel takes head dims 64, 128, 192, 256, 384, 512; got {width}; use 'ref'"
     return None
-
-
-def _combine(result: Results, sink: Array) -> Array:
-    """One softmax over all splits and the sink, `[B, R, K]`."""
-    rows = result.top.shape[-1]
-    sinks = jnp.tile(sink * LOG2E, rows // sink.shape[0])
-    top = jnp.maximum(result.top.max(1), sinks)
-    kept = jnp.exp2(result.top - top[:, None])
-    total = (result.total * kept).sum(1) + jnp.exp2(sinks - top)
-    return (result.out * kept[..., None]).sum(1) / total[..., None]

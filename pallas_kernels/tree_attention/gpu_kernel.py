@@ -4,11 +4,12 @@ A block of threads has two warpgroups. At each step each of them scores its own 
 (wgmma, Q K^T); they agree on the maxima of the rows and hand each other their weights through
 shared memory; then each adds both tiles to its half of the output's columns (wgmma, P V). Keys are
 values, so a tile is fetched once, whole by TMA or as single rows, and refilled as soon as both have
-used it.
+used it. Blocks of threads that share a list of tiles are a cluster, see `gpu_cluster`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,6 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu.core import LoweringSemantics
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from pallas_kernels.tree_attention.gpu_cluster import join, join_in_memory, part_types
 from pallas_kernels.tree_attention.gpu_fetch import (
     Place,
     bits_at,
@@ -34,6 +36,7 @@ from pallas_kernels.tree_attention.gpu_layout import (
     ROW,
     TILE,
     Operands,
+    Part,
     Results,
     Scratch,
     Shape,
@@ -46,33 +49,34 @@ from pallas_kernels.tree_attention.gpu_layout import (
 )
 
 
-def attend(operands: Operands, shape: Shape) -> Results:
-    """Runs the kernel; what comes out is normalised, sink included, where `splits` is 1."""
+def attend(operands: Operands, shape: Shape) -> Array:
+    """Runs the kernel: `[B, R, K]` float32, normalised, sink included."""
     q = operands.q
     batch, rows, width = q.shape
     given, tree = jax.tree.flatten(operands)
-    groups = warpgroups(width)
-    fp8 = any(is_fp8(source) for source in operands.sources)
+    # A cluster joins its parts itself; in interpretation they are left to `join_in_memory`.
+    apart = 1 if shape.clustered else shape.splits
+    outputs = [jax.ShapeDtypeStruct((batch, apart, rows, width), jnp.float32)]
+    if apart > 1:
+        outputs += [jax.ShapeDtypeStruct((batch, apart, rows), jnp.float32)] * 2
 
     def kernel(*refs: Any) -> None:
-        results, scratch = refs[len(given) : len(given) + 3], refs[len(given) + 3 :]
-        ref = jax.tree.unflatten(tree, refs[: len(given)])
-        _block(ref, Results(*results), Scratch(*scratch), shape)
+        ref, rest = jax.tree.unflatten(tree, refs[: len(given)]), refs[len(given) :]
+        results, scratch = rest[: len(outputs)], rest[len(outputs) :]
+        _block(ref, Results(*results), _scratch(scratch, shape), shape)
 
-    statistics = jax.ShapeDtypeStruct((batch, shape.splits, rows), jnp.float32)
     run = plgpu.kernel(
         kernel,
-        out_type=[
-            jax.ShapeDtypeStruct((batch, shape.splits, rows, width), jnp.float32),
-            statistics,
-            statistics,
-        ],
-        # The last axis runs fastest: blocks that share keys run side by side and find them in L2.
-        grid=(shape.splits, batch, rows // TILE),
-        grid_names=("split", "batch", "tile"),
-        num_threads=groups,
+        out_type=outputs,
+        # The last axis runs fastest, and the blocks of a cluster run at once: those that share keys
+        # run side by side and find them in L2.
+        grid=(batch, rows // TILE) if shape.clustered else (shape.splits, batch, rows // TILE),
+        grid_names=("batch", "tile") if shape.clustered else ("split", "batch", "tile"),
+        cluster=(shape.splits,) if shape.clustered else (),
+        cluster_names=("split",) if shape.clustered else (),
+        num_threads=warpgroups(width),
         thread_name="group",
-        scratch_types=scratch_types(groups, width, q.dtype, fp8),
+        scratch_types=_memory(operands, shape),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,
             # Rows are reduced within a warp, without shared memory.
@@ -81,7 +85,27 @@ def attend(operands: Operands, shape: Shape) -> Results:
         ),
         interpret=shape.interpret,
     )
-    return Results(*run(*given))
+    results = Results(*run(*given))
+    return results.out[:, 0] if apart == 1 else join_in_memory(*results, operands.sink)
+
+
+def _memory(operands: Operands, shape: Shape) -> list[Any]:
+    """Shared memory and barriers; a cluster's parts lie where keys and weights lay."""
+    width = operands.q.shape[2]
+    fp8 = any(is_fp8(source) for source in operands.sources)
+    types = scratch_types(warpgroups(width), width, operands.q.dtype, fp8)
+    if not shape.clustered:
+        return types
+    q, keys, weights, *rest = types
+    return [q, plgpu.RefUnion([keys, weights], part_types(width)), *rest]
+
+
+def _scratch(refs: Sequence[Any], shape: Shape) -> Scratch:
+    """References to what `_memory` asks for."""
+    if not shape.clustered:
+        return Scratch(*refs)
+    q, ((keys, weights), part), *rest = refs
+    return Scratch(q, keys, weights, *rest)._replace(part=Part(*part))
 
 
 def _block(ref: Operands, result: Results, scratch: Scratch, shape: Shape) -> None:
@@ -200,7 +224,7 @@ def _seen(at: Place, step: Array) -> list[Array]:
 
 
 def _finish(at: Place, split: Array, result: Results, state: Softmax) -> None:
-    """Writes the output, normalised if this is the only split."""
+    """Writes the output, or in interpretation a part of it if there are several splits."""
     scratch, rows = at.scratch, pl.ds(at.row, TILE)
     top, total, out = state
     scratch.rows[at.group] = total
@@ -209,8 +233,24 @@ def _finish(at: Place, split: Array, result: Results, state: Softmax) -> None:
     for g in range(1, at.groups):
         total = total + plgpu.layout_cast(scratch.rows[g], ROW)
     columns = out.shape[1]
+    mine = pl.ds(at.group * columns, columns)
+    sink = plgpu.layout_cast(scratch.rows[at.groups], ROW) * LOG2E
+    if at.shape.clustered:
+        # Nobody needs keys or weights any more: two warpgroups have met above, and a store waits for
+        # the warps of its own.
+        scratch.part.out[:, mine] = out
+
+        @pl.when(at.group == 0)
+        def _() -> None:
+            scratch.part.statistics[0] = top
+            scratch.part.statistics[1] = total
+
+        def write(columns: Any, joined: Array) -> None:
+            result.out[at.batch, 0, rows, columns] = joined
+
+        join(scratch.part, at.shape.splits, sink, write)
+        return
     if at.shape.splits == 1:
-        sink = plgpu.layout_cast(scratch.rows[at.groups], ROW) * LOG2E
         highest = jnp.maximum(top, sink)
         kept = jnp.exp2(top - highest)
         out = out * along(kept / (total * kept + jnp.exp2(sink - highest)), columns)
@@ -221,4 +261,4 @@ def _finish(at: Place, split: Array, result: Results, state: Softmax) -> None:
             result.top[at.batch, split, rows] = top
             result.total[at.batch, split, rows] = total
 
-    result.out[at.batch, split, rows, pl.ds(at.group * columns, columns)] = out
+    result.out[at.batch, split, rows, mine] = out

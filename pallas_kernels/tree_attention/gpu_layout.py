@@ -24,9 +24,14 @@ class Shape(NamedTuple):
     """Static sizes of one call."""
 
     heads: int  # padded: a power of two up to 64, or a multiple of 64
-    splits: int  # blocks of threads that share a list of tiles
+    splits: int  # blocks of threads that share a list of tiles: a cluster
     starts: tuple[int, ...]  # first tile of each source, then the number of tiles
     interpret: Any
+
+    @property
+    def clustered(self) -> bool:
+        """Whether blocks join their parts in shared memory; the interpreter knows no peers."""
+        return self.splits > 1 and not self.interpret
 
     @property
     def last(self) -> int:
@@ -62,11 +67,18 @@ class Operands(NamedTuple):
 
 
 class Results(NamedTuple):
-    """Arrays, or references to them; the last two only where there are several splits."""
+    """Arrays, or references to them; the parts of several splits in interpretation alone."""
 
-    out: Any  # [B, splits, R, K] float32
-    top: Any  # [B, splits, R] float32: maxima of the scores, times log2(e)
-    total: Any  # [B, splits, R] float32: sums of the weights
+    out: Any  # [B, 1, R, K] float32, or parts [B, splits, R, K]
+    top: Any = None  # [B, splits, R] float32: maxima of the scores, times log2(e)
+    total: Any = None  # [B, splits, R] float32: sums of the weights
+
+
+class Part(NamedTuple):
+    """What a block of a cluster leaves to its peers: references to its shared memory."""
+
+    out: Any  # [64, K] float32: of the softmax against the maxima, not normalised
+    statistics: Any  # [2, 64] float32: maxima of the scores, times log2(e); sums of the weights
 
 
 class Scratch(NamedTuple):
@@ -85,6 +97,7 @@ class Scratch(NamedTuple):
     keys_used: Any
     staged_ready: Any
     rows_copied: Any  # of each warpgroup, then of each stage: single rows, in interpretation alone
+    part: Any = None  # `Part` of a cluster, in the place of keys and weights
 
 
 class Softmax(NamedTuple):

@@ -25,6 +25,11 @@ from pallas_kernels.words import WORD, leading, merge, pack
 
 LEAST_STEPS = 4
 """Steps of a split at the least: a block of threads first fetches its queries."""
+MOST_SPLITS = 8
+"""Blocks that are a cluster on every device that has clusters."""
+TOGETHER = 16
+"""Multiprocessors that are counted on in each group that can hold a cluster (a GPC): 132 are 8
+groups of up to 18."""
 
 
 class Tiles(NamedTuple):
@@ -139,9 +144,14 @@ def padded_heads(heads: int) -> int:
 
 
 def default_splits(blocks: int, tiles: int, width: int) -> int:
-    """As many as give every multiprocessor a block of threads and each block enough to do."""
+    """As many as give multiprocessors a block of threads and each block enough to do.
+
+    A power of two: clusters of other sizes leave some of the 16 multiprocessors over that share
+    their memory at the least.
+    """
     steps = -(-tiles // warpgroups(width))
-    return max(1, min(SMS // blocks, steps // LEAST_STEPS))
+    most = min(SMS // TOGETHER * TOGETHER // blocks, steps // LEAST_STEPS, MOST_SPLITS)
+    return 1 << max(0, most.bit_length() - 1)
 
 
 def unpacks(entries: Fp8Entries) -> bool:

@@ -12,11 +12,7 @@ from jax import Array
 from pallas_kernels.memory import nbytes, row_nbytes
 from pallas_kernels.tree_attention.gpu_layout import TILE
 from pallas_kernels.tree_attention.gpu_selected import BLOCK, gathers, list_size, nodes_together
-from pallas_kernels.tree_attention.gpu_tiles import (
-    default_splits,
-    padded_heads,
-    unpacks,
-)
+from pallas_kernels.tree_attention.gpu_tiles import padded_heads, unpacks
 from pallas_kernels.tree_attention.sources import Committed, Fp8Entries, Own
 from pallas_kernels.words import WORD
 
@@ -39,7 +35,7 @@ def traffic(
     Arguments are those of the kernel; abstract lengths stand for full caches and abstract
     selections for ones that have nothing in common. Blocks of threads that share keys run side by
     side, so a tile or a row is counted once for a sequence: the others find it in L2 (50 MB and
-    more), as partial results of splits may too, but these are counted.
+    more). Whatever `splits` is, their parts stay in the shared memory of a cluster.
     """
     batch, nodes, heads, width = q.shape
     padded = padded_heads(heads)
@@ -57,10 +53,8 @@ def traffic(
     sets = -(-nodes // nodes_together(padded))
     words = 4 * batch * (nodes + sets) * tiles * (TILE // WORD)
     lists = 4 * (rows // TILE) * tiles
-    splits = splits or default_splits(rows // TILE, tiles, width)
-    partial = 4 * rows * (width + 2) * splits if splits > 1 else 0
-    read += words + lists + partial
-    written += words + lists + partial + 4 * math.prod(q.shape)
+    read += words + lists
+    written += words + lists + 4 * math.prod(q.shape)
     return read, written, least
 
 

@@ -53,7 +53,7 @@ def test_every_case_agrees_with_the_definition(case: Case) -> None:
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["stream", "gather"])
-@pytest.mark.parametrize("splits", [1, 2, 5, 64])
+@pytest.mark.parametrize("splits", [1, 2, 4, 8, 16])
 def test_splits_change_nothing_even_where_some_have_no_key(splits: int, mode: str) -> None:
     hold(BY_NAME["csa-stream-bfloat16"], splits=splits, mode=mode)
 
@@ -130,10 +130,23 @@ def test_heads_fill_rows_of_64() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "words"), [({"dtype": "float32"}, "float32"), ({"dim": 96}, "head dims 64, 128")]
+    ("change", "words"),
+    [
+        ({"dtype": "float32"}, "float32"),
+        ({"dim": 96}, "head dims 64, 128"),
+        ({"dim": 320}, "head dims 64, 128"),
+        ({"dim": 640}, "head dims 64, 128"),
+    ],
 )
 def test_what_the_kernel_cannot_take_is_said(change: dict[str, Any], words: str) -> None:
     case = BY_NAME["csa-few-entries-bfloat16"]._replace(**change)
     given = draw(case)
     with pytest.raises(ValueError, match=words):
         gpu.tree_attention(*given[:4], position=given.position)
+
+
+@pytest.mark.parametrize("splits", [3, 32])
+def test_splits_that_are_no_cluster_are_refused(splits: int) -> None:
+    given = draw(BY_NAME["csa-few-entries-bfloat16"])
+    with pytest.raises(ValueError, match=f"splits must be one of 1, 2, 4, 8, 16; got {splits}"):
+        gpu.tree_attention(*given[:4], position=given.position, splits=splits)
