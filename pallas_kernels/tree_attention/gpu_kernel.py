@@ -236,8 +236,8 @@ def _finish(at: Place, split: Array, result: Results, state: Softmax) -> None:
     mine = pl.ds(at.group * columns, columns)
     sink = plgpu.layout_cast(scratch.rows[at.groups], ROW) * LOG2E
     if at.shape.clustered:
-        # Nobody needs keys or weights any more: two warpgroups have met above, and a store waits for
-        # the warps of its own.
+        # Nobody needs keys or weights any more: two warpgroups have met above, and a store waits
+        # for the warps of its own.
         scratch.part.out[:, mine] = out
 
         @pl.when(at.group == 0)
