@@ -14,11 +14,11 @@ from safetensors import safe_open
 
 from jaxspec.config import config_from_released
 from jaxspec.model.basic import per_head, rotary_frequencies, rotate, rotation
-from jaxspec.model.hyper import sinkhorn
 from jaxspec.model.layout import make_layout
 from jaxspec.model.moe import gated_mlp, route
 from jaxspec.model.params import ExpertParams, MoeParams
 from jaxspec.tree import TokenBlock
+from pallas_kernels.hyper_mixing.ref import sinkhorn
 from tests.oracle import Config, random_checkpoint
 from tests.oracle.basic import rope_frequencies
 

@@ -6,8 +6,6 @@ X'_k = post_k F(sum_j pre_j X_j) + sum_j M_jk X_j, M made doubly stochastic by S
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -15,14 +13,7 @@ from jax import Array
 from jaxspec.config import ModelConfig
 from jaxspec.model.basic import project_float32
 from jaxspec.model.params import HyperParams
-
-
-class Mixing(NamedTuple):
-    """How one sub-layer reads and writes the streams."""
-
-    pre: Array  # [B, N, S]
-    post: Array  # [B, N, S]
-    mix: Array  # [B, N, S, S]: from stream (first S) to stream (second S)
+from pallas_kernels.hyper_mixing import Mixing, hyper_mixing
 
 
 def _features(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
@@ -32,29 +23,17 @@ def _features(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
 
 
 @jax.named_scope("hyper.weigh")
-def weigh(p: HyperParams, cfg: ModelConfig, streams: Array) -> Mixing:
-    """Mixing weights of one sub-layer from the streams `[B, N, S, E]`."""
-    s, eps = cfg.hc_mult, cfg.hc_eps
-    u = _features(p, cfg, streams)
-    pre = jax.nn.sigmoid(u[..., :s] * p.scale[0] + p.base[:s]) + eps
-    post = 2.0 * jax.nn.sigmoid(u[..., s : 2 * s] * p.scale[1] + p.base[s : 2 * s])
-    mix = (u[..., 2 * s :] * p.scale[2] + p.base[2 * s :]).reshape(*u.shape[:-1], s, s)
-    return Mixing(pre, post, sinkhorn(mix, cfg.hc_sinkhorn_iters, eps))
-
-
-def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
-    """Makes `[..., S, S]` doubly stochastic: softmax over columns, then alternating division.
-
-    The first iteration divides by the column sums only, since the softmax was the row step.
-    """
-    mix = jax.nn.softmax(logits, axis=-1) + eps
-    mix = mix / (mix.sum(-2, keepdims=True) + eps)
-
-    def alternate(_: int, mix: Array) -> Array:
-        mix = mix / (mix.sum(-1, keepdims=True) + eps)
-        return mix / (mix.sum(-2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iterations - 1, alternate, mix)
+def weigh(p: HyperParams, cfg: ModelConfig, streams: Array, *, impl: str = "auto") -> Mixing:
+    """Mixing weights of one sub-layer from the streams `[B, N, S, E]`, leaves `[B, N, ...]`."""
+    return hyper_mixing(
+        _features(p, cfg, streams),
+        p.scale,
+        p.base,
+        streams=cfg.hc_mult,
+        iterations=cfg.hc_sinkhorn_iters,
+        eps=cfg.hc_eps,
+        impl=impl,
+    )
 
 
 def collect(streams: Array, weight: Array) -> Array:

@@ -17,6 +17,7 @@ from jaxspec.plan.traffic import count
 from jaxspec.resources import packaged_config
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.op import pack_fp4, pack_fp8
+from pallas_kernels.hyper_mixing import hyper_mixing
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk.op import IndexKeys, pack_keys
 from pallas_kernels.tree_attention import forms, tree_attention
@@ -26,6 +27,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "tree_attention": tree_attention,
     "index_topk": index_topk,
     "grouped_matmul": grouped_matmul,
+    "hyper_mixing": hyper_mixing,
 }
 """The ops by name."""
 
@@ -166,3 +168,17 @@ def expert_program(*, rows: int, form: str, impl: str) -> Program:
     arguments = x, (up, up, down), (*routing, _array(jnp.bool_, rows))
     counted = partial(count, "grouped_matmul", impl, {"rows": rows}, *arguments)
     return program._replace(traffic=partial(counted, limit=cfg.swiglu_limit))
+
+
+def mixing_program(*, rows: int, impl: str) -> Program:
+    """The mixing weights of one sub-layer."""
+    cfg = flash()
+    width = cfg.hc_mult * (2 + cfg.hc_mult)
+
+    def run(kernel: Any, *operands: Any) -> Any:
+        return kernel(
+            *operands, streams=cfg.hc_mult, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps
+        )
+
+    operands = _float32(rows, width), _float32(3), _float32(width)
+    return bind("hyper_mixing", impl, {"rows": rows}, run, *operands)
