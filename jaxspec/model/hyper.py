@@ -6,6 +6,8 @@ X'_k = post_k F(sum_j pre_j X_j) + sum_j M_jk X_j, M made doubly stochastic by S
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -13,6 +15,7 @@ from jax import Array
 from jaxspec.config import ModelConfig
 from jaxspec.model.basic import project_float32
 from jaxspec.model.params import HyperParams
+from pallas_kernels.dispatch import target_platform
 from pallas_kernels.hyper_mixing import Mixing, hyper_mixing
 
 
@@ -38,17 +41,39 @@ def weigh(p: HyperParams, cfg: ModelConfig, streams: Array, *, impl: str = "auto
 
 def collect(streams: Array, weight: Array) -> Array:
     """sum_j weight_j X_j: `[B, N, S, E]`, `[B, N, S]` to `[B, N, E]` in the streams' dtype."""
-    return (streams.astype(jnp.float32) * weight[..., None]).sum(-2).astype(streams.dtype)
+    old = streams.astype(jnp.float32)
+    total = (old * weight[..., None]).sum(-2) if _reduces() else _add_up(old, weight)
+    return total.astype(streams.dtype)
 
 
 @jax.named_scope("hyper.spread")
 def spread(streams: Array, update: Array, mixing: Mixing) -> Array:
     """X'_k = post_k y + sum_j M_jk X_j for `update` y `[B, N, E]`, in float32, cast once."""
-    old = streams.astype(jnp.float32)
-    new = mixing.post[..., None] * update.astype(jnp.float32)[..., None, :]
-    # A product and a sum: XLA fuses them, and has no fast product of many small matrices on a CPU.
-    mixed = (mixing.mix[..., None] * old[..., None, :]).sum(-3)
-    return (new + mixed).astype(streams.dtype)
+    old, y = streams.astype(jnp.float32), update.astype(jnp.float32)
+    if _reduces():
+        new = mixing.post[..., None] * y[..., None, :]
+        # A product and a sum: XLA has no fast product of many small matrices on a CPU.
+        mixed = (mixing.mix[..., None] * old[..., None, :]).sum(-3)
+        return (new + mixed).astype(streams.dtype)
+    each = [
+        (mixing.post[..., k, None] * y + _add_up(old, mixing.mix[..., k])).astype(streams.dtype)
+        for k in range(streams.shape[-2])
+    ]
+    return jnp.stack(each, axis=-2)
+
+
+def _reduces() -> bool:
+    """Whether sums over streams are reductions, which are fast on a CPU.
+
+    On TPUs and GPUs XLA makes a pass of its own of each, through float32 streams in memory.
+    """
+    return target_platform() == "cpu"
+
+
+def _add_up(streams: Array, weight: Array) -> Array:
+    """sum_j weight_j X_j, written out: `[..., S, E]` and `[..., S]` to `[..., E]`."""
+    parts = (weight[..., j, None] * streams[..., j, :] for j in range(streams.shape[-2]))
+    return functools.reduce(jnp.add, parts)
 
 
 @jax.named_scope("hyper.head")

@@ -77,11 +77,13 @@ def _expert_jobs(impl: str) -> list[Job]:
 
 
 def _mixing_jobs(impl: str) -> list[Job]:
+    """The weights alone, then all that a sub-layer does with its streams."""
     return [
         Job(
-            f"hyper_mixing M={rows} float32",
-            "jaxspec.plan.programs:mixing_program",
+            f"hyper_mixing {part} M={rows} {form}",
+            f"jaxspec.plan.programs:{part}_program",
             {"rows": rows, "impl": impl},
         )
+        for part, form in (("mixing", "float32"), ("streams", "bf16"))
         for rows in (1, *(batch * BUDGET for batch in BATCHES))
     ]

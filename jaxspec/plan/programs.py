@@ -11,6 +11,8 @@ import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
 from jaxspec.config import CSA_RATIO, ModelConfig, layer_kind, read_model_toml
+from jaxspec.model.hyper import collect, spread, weigh
+from jaxspec.model.params import HyperParams
 from jaxspec.plan.kernels import BUDGET
 from jaxspec.plan.program import Program
 from jaxspec.plan.traffic import count
@@ -182,3 +184,17 @@ def mixing_program(*, rows: int, impl: str) -> Program:
 
     operands = _float32(rows, width), _float32(3), _float32(width)
     return bind("hyper_mixing", impl, {"rows": rows}, run, *operands)
+
+
+def streams_program(*, rows: int, impl: str) -> Program:
+    """A sub-layer without its function: the streams are weighed, collected and spread."""
+    cfg = flash()
+    size, count = cfg.hidden_size, cfg.hc_mult
+    features = count * (2 + count)
+    shapes = _float32(count * size, features), _float32(features), _float32(3)
+
+    def run(streams: Array, update: Array, *leaves: Array) -> Any:
+        mixing = weigh(HyperParams(*leaves), cfg, streams, impl=impl)
+        return collect(streams, mixing.pre), spread(streams, update, mixing)
+
+    return Program(run, (_bf16(1, rows, count, size), _bf16(1, rows, size), *shapes))
