@@ -7,6 +7,7 @@ them. It moves rows and never computes, so it needs no weights. Written for one 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,7 +28,7 @@ class LayerCache(struct.PyTreeNode):
     """
 
     ring: Array  # [B, W, K] raw KV rows
-    entries: Any  # [B, C, K], or None on sliding layers
+    entries: Any  # [B, C, K], or a form of it (`model/entries.py`); None on sliding layers
     open: Any  # [B, P, 3, K] float32, or None
     keys: Any  # [B, C, ci] the indexer's keys (CSA), or None
     key_open: Any  # [B, P, 3, ci] float32, or None
@@ -49,7 +50,7 @@ class LayerRows(struct.PyTreeNode):
     """
 
     kv: Array  # [B, N, K]
-    entry: Any  # [B, J, K], or None on sliding layers
+    entry: Any  # [B, J, K] in the form of the cache's entries, or None on sliding layers
     key: Any  # [B, J, ci], or None
     owner: Any  # [B, J] int32: the node that completes entry j
     complete: Any  # [B, J] bool: whether entry j is one
@@ -68,15 +69,26 @@ def empty_pool(shape: tuple[int, ...], dim: int) -> Array:
     return jnp.stack([zero + jnp.finfo(jnp.float32).min, zero, zero], axis=-2)
 
 
+def plain(entries: Array) -> Array:
+    """Entries `[B, C, K]` in the plain form: as they are."""
+    return entries
+
+
 def init_layer(
-    cfg: ModelConfig, ratio: int, batch: int, max_len: int, dtype: Any = jnp.float32
+    cfg: ModelConfig,
+    ratio: int,
+    batch: int,
+    max_len: int,
+    dtype: Any = jnp.float32,
+    *,
+    form: Callable[[Array], Any] = plain,
 ) -> LayerCache:
-    """An empty layer that holds up to `max_len` committed tokens."""
+    """An empty layer that holds up to `max_len` committed tokens; `form` is that of its entries."""
     ring = jnp.zeros((batch, cfg.sliding_window, cfg.head_dim), dtype)
     if ratio == 0:
         return LayerCache(ring, None, None, None, None, ratio)
     capacity = max(max_len // ratio, 1)
-    entries = jnp.zeros((batch, capacity, cfg.head_dim), dtype)
+    entries = form(jnp.zeros((batch, capacity, cfg.head_dim), dtype))
     opened = empty_pool((batch, pools(ratio)), cfg.head_dim)
     if ratio != CSA_RATIO:
         return LayerCache(ring, entries, opened, None, None, ratio)
@@ -85,11 +97,23 @@ def init_layer(
     return LayerCache(ring, entries, opened, keys, key_open, ratio)
 
 
-def init_cache(cfg: ModelConfig, batch: int, max_len: int, dtype: Any = jnp.float32) -> Cache:
-    """An empty cache for `batch` sequences of up to `max_len` committed tokens (>= 1)."""
+def init_cache(
+    cfg: ModelConfig,
+    batch: int,
+    max_len: int,
+    dtype: Any = jnp.float32,
+    *,
+    form: Callable[[Array], Any] = plain,
+) -> Cache:
+    """An empty cache for `batch` sequences of up to `max_len` committed tokens (>= 1).
+
+    `form` brings plain entries `[B, C, K]` to the form in which they are held (`model/entries.py`).
+    """
     if batch < 1 or max_len < 1:
         raise ValueError(f"batch {batch} and max_len {max_len} must be at least 1")
-    layers = tuple(init_layer(cfg, ratio, batch, max_len, dtype) for ratio in cfg.compress_ratios)
+    layers = tuple(
+        init_layer(cfg, ratio, batch, max_len, dtype, form=form) for ratio in cfg.compress_ratios
+    )
     return Cache(layers, jnp.zeros(batch, jnp.int32))
 
 
@@ -139,11 +163,12 @@ def _extend_one(
     hit = (rows.owner == node[:, None]) & rows.complete & accepted[:, None]  # [written, J]
     row = jnp.argmax(hit, axis=1)
     # A place past the end is dropped; the engine admits nothing that would need one.
-    place = jnp.where(hit.any(1), index, layer.entries.shape[0])
+    capacity = jax.tree.leaves(layer.entries)[0].shape[0]
+    place = jnp.where(hit.any(1), index, capacity)
     last = path[jnp.maximum(count - 1, 0)]
 
-    def write(store: Any, new: Any) -> Any:
-        return None if store is None else store.at[place].set(new[row], mode="drop")
+    def write(store: Array, new: Array) -> Array:
+        return store.at[place].set(new[row], mode="drop")
 
     def replace(old: Any, new: Any) -> Any:
         if old is None:
@@ -151,8 +176,8 @@ def _extend_one(
         return jnp.where(count > 0, new[jnp.minimum(last, new.shape[0] - 1)], old)
 
     return layer.replace(
-        entries=write(layer.entries, rows.entry),
-        keys=write(layer.keys, rows.key),
+        entries=jax.tree.map(write, layer.entries, rows.entry),
+        keys=jax.tree.map(write, layer.keys, rows.key),
         open=replace(layer.open, rows.open),
         key_open=replace(layer.key_open, rows.key_open),
     )

@@ -267,6 +267,7 @@ class Engine:
             drafter=self.drafter,
             dtype=self.params.embed.dtype,
             margins=run.compare and self.drafter is PLAIN,
+            impl=run.impl,
         )
 
     def _step(self, state: DecodeState, *, steps: int, refill: bool) -> DecodeState:

@@ -198,7 +198,7 @@ def execute(job: Job, session: Session, console: Console) -> int:
                 runs.append(streamed)
         if job.run.compare:
             for method in ("none", "linear", "tree"):
-                print(f"comparing: {method}", file=sys.stderr)
+                print(f"comparing: {method} (compiled first, then timed)", file=sys.stderr)
                 run = dataclasses.replace(job.run, method=method)
                 runs.append(decode(session, run, job.requests))
             divergences = _compare(job, runs, console)

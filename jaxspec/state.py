@@ -9,9 +9,10 @@ import jax.numpy as jnp
 from flax import struct
 from jax import Array, lax
 
-from jaxspec.cache import Cache, init_cache
+from jaxspec.cache import Cache
 from jaxspec.config import ModelConfig
 from jaxspec.draft import Drafter
+from jaxspec.model.entries import cache_for
 from jaxspec.sample import Sampling
 
 
@@ -49,7 +50,7 @@ class DecodeState(struct.PyTreeNode):
     count: Array  # [B] int32: tokens emitted
 
 
-@jax.jit(static_argnames=("cfg", "max_len", "max_new", "drafter", "dtype", "margins"))
+@jax.jit(static_argnames=("cfg", "max_len", "max_new", "drafter", "dtype", "margins", "impl"))
 def init_state(
     cfg: ModelConfig,
     sampling: Sampling,
@@ -61,6 +62,7 @@ def init_state(
     drafter: Drafter,
     dtype: Any = jnp.float32,
     margins: bool = False,
+    impl: str = "auto",
 ) -> DecodeState:
     """The state of B sequences that have not begun.
 
@@ -75,13 +77,14 @@ def init_state(
         drafter: whose state it holds.
         dtype: of the cache.
         margins: whether to record the margin of every choice.
+        impl: of the kernels that will read the cache.
     """
     batch = seed.shape[0]
     # What is donated later must not be the caller's own arrays.
     sampling, seed = jax.tree.map(jnp.copy, (sampling, jnp.asarray(seed, jnp.uint32)))
     zero = jnp.zeros((batch, max_new), jnp.int8)
     return DecodeState(
-        cache=init_cache(cfg, batch, max_len, dtype),
+        cache=cache_for(impl, cfg, batch, max_len, dtype),
         draft=drafter.init(batch, max_len, dtype),
         root=jnp.zeros(batch, jnp.int32),
         done=jnp.ones(batch, bool),

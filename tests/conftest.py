@@ -12,6 +12,9 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # XLA's pool of threads: a warpgroup that waits in the interpreter of GPU kernels holds one of them,
 # and with no more threads than warpgroups nothing ever arrives.
 os.environ.setdefault("NPROC", str(max(8, os.cpu_count() or 1)))
+# Tests compile for longer than they run. What shows in optimised programs alone asks for them:
+# `full_compile`, and `FULL_COMPILE` of `serial.py`.
+os.environ["XLA_FLAGS"] = f"--xla_backend_optimization_level=0 {os.environ.get('XLA_FLAGS', '')}"
 # What is drawn is mostly the seed of a generator, of which there is no simpler one to look for.
 PHASES = [phase for phase in hypothesis.Phase if phase is not hypothesis.Phase.shrink]
 hypothesis.settings.register_profile("jaxspec", deadline=None, print_blob=True, phases=PHASES)
@@ -50,6 +53,19 @@ def forget_programs() -> Iterator[None]:
         import jax
 
         jax.clear_caches()
+
+
+@pytest.fixture
+def full_compile(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The engine's programs are compiled as they are for its users."""
+    from jaxspec import compiler
+    from tests.serial import FULL_COMPILE
+
+    options = compiler.inference_options
+    monkeypatch.setattr(compiler, "inference_options", lambda: (options() or {}) | FULL_COMPILE)
+    compiler.jit.cache_clear()
+    yield
+    compiler.jit.cache_clear()
 
 
 @pytest.fixture(scope="session")

@@ -1014,6 +1014,21 @@ _KERNELS = (
         LONG_CHAINS,
     ),
     Mutant(
+        "float32 entries are held in words of bfloat16",
+        "pallas_kernels/tree_attention/forms.py",
+        "if on_tpu and entries.dtype == jnp.bfloat16 and",
+        "if on_tpu and",
+        "test_entries.py::test_a_state_for_tpu_kernels_holds_words",
+    ),
+    Mutant(
+        "a row's words have their halves swapped",
+        "jaxspec/model/attention.py",
+        "entry=alike(folded.entry, layer.entries),",
+        "entry=alike(jnp.roll(folded.entry, folded.entry.shape[-1] // 2, -1), layer.entries)"
+        " if not hasattr(layer.entries, 'shape') else folded.entry,",
+        "test_entries.py::test_entries_in_words_are_those_of_a_plain_cache",
+    ),
+    Mutant(
         "first token falls out of the ring",
         DENSE_CPU,
         "jnp.arange(window) >= 0",
@@ -1023,8 +1038,8 @@ _KERNELS = (
     Mutant(
         "zeros of both signs differ",
         INDEX_CPU,
-        "(scores + 0.0, jnp",
-        "(scores, jnp",
+        "jnp.where(scores == 0, 0, bits)",
+        "bits + 0",
         LARGEST,
     ),
     Mutant(

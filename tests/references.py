@@ -21,7 +21,7 @@ from jaxspec.model.forward import forward
 from jaxspec.model.mtp import mtp_logits, run_mtp
 from jaxspec.model.params import ModelParams
 from jaxspec.tree import NO_PARENT, DraftTree, TokenBlock
-from tests.serial import compiled
+from tests.serial import FULL_COMPILE, compiled
 
 TOLERANCE = 2e-5
 
@@ -131,7 +131,7 @@ def run_root(params, cfg, cache, token):
 
 
 QUICK_CHAIN, QUICK_ROOT = compiled(run_chain), compiled(run_root)
-CHAIN, ROOT = compiled(run_chain, {}), compiled(run_root, {})
+CHAIN, ROOT = compiled(run_chain, FULL_COMPILE), compiled(run_root, FULL_COMPILE)
 
 
 def decode_chunks(

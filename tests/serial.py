@@ -26,8 +26,8 @@ from jaxspec.model.params import ModelParams
 from jaxspec.tree import TokenBlock
 from tests.oracle import Oracle, random_checkpoint, save_checkpoint
 
-QUICK_COMPILE = {"xla_backend_optimization_level": 0}
-"""Halves the time of a compilation. These tests compile longer than they run."""
+FULL_COMPILE = {"xla_backend_optimization_level": 3}
+"""XLA's default, which the tests lower (`conftest.py`)."""
 
 TRACES: Counter[str] = Counter()
 """How often each of the compiled pieces was traced."""
@@ -62,8 +62,7 @@ def compiled(function: Callable, options: Mapping[str, Any] | None = None) -> Ca
         return function(*args, **kwargs)
 
     static = {"cfg"} & signature(function).parameters.keys()
-    options = QUICK_COMPILE if options is None else options
-    return jax.jit(counted, static_argnames=tuple(static), compiler_options=dict(options))
+    return jax.jit(counted, static_argnames=tuple(static), compiler_options=options)
 
 
 @compiled

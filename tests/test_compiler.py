@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxspec.compiler import compiler_options, inference_options
+from tests.serial import FULL_COMPILE
 
 pytestmark = pytest.mark.skipif(
     jax.default_backend() != "cpu", reason="the options are those of XLA's CPU backend"
@@ -31,7 +32,8 @@ def test_inference_reduces_rows_in_no_windows() -> None:
 @pytest.mark.parametrize("length", [33, 7168, 129_280, 1 << 18])
 def test_inference_sums_rows_within_float32(length: int) -> None:
     x = np.random.default_rng(length).random((3, length), np.float32)
-    mean = jax.jit(_mean_square, compiler_options=inference_options())(x)
+    options = inference_options() | FULL_COMPILE  # which add in many lanes
+    mean = jax.jit(_mean_square, compiler_options=options)(x)
     np.testing.assert_allclose(mean, np.square(x, dtype=np.float64).mean(-1), rtol=1e-6)
 
 
@@ -40,7 +42,7 @@ def test_training_sums_matrices_within_float32() -> None:
     x = np.random.default_rng(0).random((4096, 2048), np.float32)
     want = np.square(x, dtype=np.float64).sum()
     total, control = (
-        jax.jit(lambda x: (x * x).sum(), compiler_options=options)(x)
+        jax.jit(lambda x: (x * x).sum(), compiler_options=options | FULL_COMPILE)(x)
         for options in (compiler_options(), inference_options())
     )
     np.testing.assert_allclose(total, want, rtol=1e-6)

@@ -21,7 +21,8 @@ PROMPTS = [
 
 
 @pytest.mark.xdist_group("embedded model")
-@pytest.mark.parametrize("method", ["linear", "tree"])
+@pytest.mark.usefixtures("full_compile")
+@pytest.mark.parametrize("method", [pytest.param("linear", marks=pytest.mark.slow), "tree"])
 def test_a_draft_changes_no_token_of_what_is_sampled_or_greedy(method: str) -> None:
     """Four prompts in two slots, so that freed slots are used; one answer passes the window."""
     params, cfg = load_checkpoint("nano", dtype="float32")

@@ -20,7 +20,7 @@ from jaxspec.state import init_state
 from jaxspec.step import generate
 from tests.conftest import TINY
 from tests.doubles import VOCAB, dice_drafter, toy_model
-from tests.serial import QUICK_COMPILE, random_model
+from tests.serial import random_model
 
 BATCH, WINDOW, MAX_LEN = 3, 40, 1000
 """So that the shapes of rings, entries and keys are those of nothing else."""
@@ -59,7 +59,7 @@ def test_no_buffer_of_the_cache_is_copied(model, tmp_path, kind):
         drafter=drafter,
     )
     lowered = generate.lower(model.params, model.cfg, state, steps=4, drafter=drafter)
-    program = lowered.compile(compiler_options=QUICK_COMPILE).as_text()
+    program = lowered.compile().as_text()
     copied = {*copied_shapes(program)}
     assert copied  # counters, for example
     assert not copied & shapes_of(state.cache.layers)

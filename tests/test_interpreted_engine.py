@@ -1,17 +1,15 @@
 """The engine on TPU kernels, interpreted on the CPU, against the engine on their definitions."""
 
 import dataclasses
-import functools
 
-import jax
 import pytest
 
-from jaxspec import Engine, Request, RunConfig, engine, load_checkpoint
+from jaxspec import Engine, Request, RunConfig, load_checkpoint
 from jaxspec.demo import PROMPTS
 from jaxspec.resources import model_dir
 from jaxspec.text import Tokenizer
 from tests.conftest import TINY
-from tests.serial import QUICK_COMPILE, random_model
+from tests.serial import random_model
 
 REF = RunConfig(impl="ref", max_new_tokens=3)
 
@@ -28,14 +26,8 @@ def equal(model, run: RunConfig, requests: list[Request]) -> None:
     assert tokens(model, kernels, requests) == expected
 
 
-def test_a_csa_layer_decodes_the_same_tokens(tmp_path, monkeypatch) -> None:
+def test_a_csa_layer_decodes_the_same_tokens(tmp_path) -> None:
     """Prefill and single tokens of one layer with all three ops; entries are more than top-k."""
-
-    @functools.cache
-    def quick_jit(function, **keywords):
-        return jax.jit(function, compiler_options=dict(QUICK_COMPILE), **keywords)
-
-    monkeypatch.setattr(engine, "jit", quick_jit)
     model = random_model(tmp_path, TINY | {"compress_ratios": [4]})
     run = dataclasses.replace(REF, method="none")
     equal((model.params, model.cfg), run, [Request(id=1, prompt=tuple(range(3, 24)))])

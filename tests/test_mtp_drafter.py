@@ -29,7 +29,7 @@ from jaxspec.tree import NO_PARENT, DraftTree, TokenBlock
 from jaxspec.verify import VerifyResult
 from tests.conftest import TINY
 from tests.random_trees import ancestry, depths, leaf_paths, pad_paths, random_parents
-from tests.serial import QUICK_COMPILE, Model, compiled, random_model
+from tests.serial import Model, compiled, random_model
 from tests.states import same_bits
 
 CLOSE = 1e-5
@@ -123,7 +123,7 @@ def _run_propose(params, state, root, length, choice, live, *, drafter: Drafter)
     return drafter.propose(params, state, root, length, live=live, score=score)
 
 
-_propose = jax.jit(_run_propose, static_argnames="drafter", compiler_options=QUICK_COMPILE)
+_propose = jax.jit(_run_propose, static_argnames="drafter")
 
 
 def serial_scores(model, started: Started, sampling, tree: DraftTree) -> np.ndarray:
@@ -220,7 +220,7 @@ def passes(
     choice = Sampling.create(BATCH), started.seed
     arguments = model.params, started.state, started.root, started.length, choice, live
     run = partial(_run_propose, drafter=make_drafter(model.cfg, shape))  # traced by no other test
-    tree = jax.device_get(jax.jit(run, compiler_options=QUICK_COMPILE)(*arguments))
+    tree = jax.device_get(jax.jit(run)(*arguments))
     jax.effects_barrier()
     return seen, tree
 

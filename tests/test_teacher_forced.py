@@ -105,6 +105,7 @@ def spoil(answers: list[Answer], place: int, vocab: int) -> list[Answer]:
 
 
 @pytest.mark.xdist_group("embedded model")
+@pytest.mark.usefixtures("full_compile")
 def test_trees_in_bfloat16_stay_within_the_floors_and_faults_do_not(
     tmp_path: Path, capsys, monkeypatch
 ) -> None:
@@ -159,6 +160,7 @@ def spoil_entries(params):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("embedded model")
+@pytest.mark.usefixtures("full_compile")
 def test_long_answers_in_bfloat16_do_not_drift() -> None:
     """Of 600 tokens the last third diverges no more than the floors allow, as the first does."""
     from jaxspec import Engine, Request, load_checkpoint

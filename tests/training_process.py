@@ -96,9 +96,7 @@ def main() -> int:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     from jaxspec.config import config_from_released
     from jaxspec.train import __main__ as command
-    from jaxspec.train import loop
     from tests.oracle.random import TINY
-    from tests.serial import QUICK_COMPILE
     from tests.test_train import SMALL, recipe
 
     # What is trained is no matter, so it is what compiles soonest.
@@ -112,7 +110,6 @@ def main() -> int:
         batch=1,
         draft_depths=1,
     )
-    loop.compiler_options = lambda: QUICK_COMPILE
     command.read_model_toml = lambda path: cfg
     command.read_recipe = lambda path, **changes: dataclasses.replace(chosen)
     arm(moment, folder / "out")

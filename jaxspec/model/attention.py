@@ -20,6 +20,7 @@ from jaxspec.tree import pack_bits, unpack_bits
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk.op import IndexKeys
 from pallas_kernels.tree_attention import tree_attention
+from pallas_kernels.tree_attention.forms import alike
 from pallas_kernels.tree_attention.op import Committed, Own
 
 
@@ -87,7 +88,10 @@ def attend(
     if layer.ratio:
         folded = compress(p.compressor, cfg, x, layer.open, layout)
         rows = rows.replace(
-            entry=folded.entry, owner=folded.owner, complete=folded.complete, open=folded.open
+            entry=alike(folded.entry, layer.entries),
+            owner=folded.owner,
+            complete=folded.complete,
+            open=folded.open,
         )
         selected, entry_bits = None, _visible_entries(layout, folded)
         if p.indexer is not None:

@@ -25,7 +25,8 @@ def index_scores(q: Array, weight: Array, keys: Array) -> Array:
 
 def largest(scores: Array, count: int) -> Array:
     """The `count` largest along the last axis as a mask; of equal ones those of lowest index."""
-    _, best = jax.lax.top_k(scores + 0.0, count)  # stable; -0 becomes 0, its equal
+    # -0 becomes 0, its equal; XLA drops the addition of a zero. The sort is stable.
+    _, best = jax.lax.top_k(jnp.where(scores == 0, jnp.abs(scores), scores), count)
     return (best[..., None] == jnp.arange(scores.shape[-1])).any(-2)
 
 

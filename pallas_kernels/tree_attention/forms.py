@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.dispatch import target_platform
 from pallas_kernels.e8m0 import E4M3_MAX, exponent_for, power
 from pallas_kernels.tree_attention.sources import (
     FP8_GROUP,
@@ -91,4 +92,24 @@ def plain(entries: Entries, dtype: jnp.dtype) -> Array:
         return dequantise(entries).astype(dtype)
     if isinstance(entries, Bf16Words):
         return from_words(entries).astype(dtype)
+    return entries
+
+
+def fitting(entries: Array, impl: str) -> Entries:
+    """Plain entries `[B, C, K]` in the form that an implementation reads with the fewest bytes.
+
+    A TPU fetches a selected row alone only if it is one of words.
+    """
+    on_tpu = impl == "tpu" or (impl == "auto" and target_platform() == "tpu")
+    if on_tpu and entries.dtype == jnp.bfloat16 and entries.shape[-1] % 2 == 0:
+        return to_words(entries)
+    return entries
+
+
+def alike(entries: Array, stored: Entries) -> Entries:
+    """Plain entries `[B, J, K]` in the form of stored ones, plain or words, without rounding."""
+    if isinstance(stored, Bf16Words):
+        return to_words(entries)
+    if isinstance(stored, Fp8Entries | Fp8Bytes):
+        raise TypeError("rounding to FP8 is no change of form; call quantise")
     return entries

@@ -115,17 +115,21 @@ def avals(case: TrueCase, kind: str) -> Operands:
     return Operands(shape((case.rows, case.width), narrow), (up, up, down), routing)
 
 
+_pack_fp8, _pack_fp4, _dequantise = map(jax.jit, (pack_fp8, pack_fp4, ref.dequantise))
+_definition = jax.jit(ref.grouped_matmul, static_argnames="limit")
+
+
 def make(case: Case, kind: str, seed: int = 0) -> Operands:
     """Random operands; rows that are not live hold NaN."""
     rng = np.random.default_rng([seed, case.rows, case.width, case.experts])
     narrow = jnp.float32 if kind == "float32" else jnp.bfloat16
-    pack = {"fp8": pack_fp8, "fp4": pack_fp4}.get(kind, lambda w: w.astype(narrow))
+    pack = {"fp8": _pack_fp8, "fp4": _pack_fp4}.get(kind, lambda w: jnp.asarray(w.astype(narrow)))
 
     def stacked(rows: int, columns: int) -> Any:
         # Experts and rows of very different size, so that a wrong scale is far off.
         size = np.exp2(rng.integers(-3, 3, (case.experts, rows, 1)))
         w = rng.standard_normal((case.experts, rows, columns)) * size / columns**0.5
-        return pack(jnp.asarray(w, jnp.float32))
+        return pack(w.astype(np.float32))
 
     weights = [stacked(case.inner, case.width) for _ in range(2)]
     weights.append(stacked(case.width, case.inner))
@@ -134,9 +138,10 @@ def make(case: Case, kind: str, seed: int = 0) -> Operands:
     x[~live] = np.nan
     liking = rng.standard_normal(case.experts) * case.taste
     liking = liking + rng.gumbel(size=(case.rows, case.experts))
-    expert = jnp.asarray(np.argsort(-liking, axis=-1)[:, : case.choices], jnp.int32)
-    weight = jnp.asarray(rng.random(expert.shape) * 2, jnp.float32)
-    return Operands(jnp.asarray(x, narrow), tuple(weights), (expert, weight, jnp.asarray(live)))
+    expert = np.argsort(-liking, axis=-1)[:, : case.choices].astype(np.int32)
+    weight = (rng.random(expert.shape) * 2).astype(np.float32)
+    routing = tuple(map(jnp.asarray, (expert, weight, live)))
+    return Operands(jnp.asarray(x.astype(narrow)), tuple(weights), routing)
 
 
 def check(kind: str, operands: Operands, y: jax.Array) -> None:
@@ -146,15 +151,15 @@ def check(kind: str, operands: Operands, y: jax.Array) -> None:
     assert y.shape == want.shape
     assert y.dtype == jnp.float32
     assert not np.asarray(y)[~live].any()
-    for got in (ref.grouped_matmul(*operands, limit=LIMIT), y):
+    for got in (_definition(*operands, limit=LIMIT), y):
         error = np.abs(np.asarray(got, np.float64) - want)
         assert (error <= TOLERANCE[kind] * size).all()
 
 
 def _loop_over_pairs(operands: Operands) -> tuple[np.ndarray, np.ndarray]:
     """The result, and the sums of the absolute values of its terms."""
-    w1, w3, w2 = (np.asarray(ref.dequantise(w), np.float64) for w in operands.weights)
-    x = np.asarray(operands.x.astype(jnp.float32), np.float64)
+    w1, w3, w2 = (np.asarray(_dequantise(w), np.float64) for w in operands.weights)
+    x = np.asarray(operands.x).astype(np.float64)
     expert, weight, live = (np.asarray(part) for part in operands.routing)
     y, size = np.zeros(x.shape), np.zeros(x.shape)
     for m in np.flatnonzero(live):

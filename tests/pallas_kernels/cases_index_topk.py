@@ -124,31 +124,34 @@ def make(case: Case, dtype: str, seed: int = 0) -> Operands:
     batch = len(case.committed)
     narrow = jnp.float32 if dtype == "float32" else jnp.bfloat16
 
-    def draw(*shape: int) -> jax.Array:
-        if case.whole:
-            return jnp.asarray(rng.integers(-2, 3, shape), narrow)
-        return jnp.asarray(rng.standard_normal(shape), narrow)
+    def draw(*shape: int) -> np.ndarray:
+        drawn = rng.integers(-2, 3, shape) if case.whole else rng.standard_normal(shape)
+        return drawn.astype(narrow)
 
     q = draw(batch, case.nodes, case.heads, case.dim)
     every = draw(batch, case.capacity + case.own, case.dim)
     if case.whole:  # each key stands in about eight places, committed and own
         every = every[:, rng.integers(0, max(3, every.shape[1] // 8), every.shape[1])]
     keys, own = every[:, : case.capacity], every[:, case.capacity :]
+    weight = draw(batch, case.nodes, case.heads).astype(np.float32)
+    committed = np.array(case.committed, np.int32)
+    unwritten = np.arange(case.capacity) >= committed[:, None]
+    sees = pack(rng.random((batch, case.nodes, case.own)) < 0.6)
     if dtype == "fp8":
-        keys, own = pack_keys(keys), pack_keys(own)
-    weight = draw(batch, case.nodes, case.heads).astype(jnp.float32)
-    committed = jnp.asarray(case.committed, jnp.int32)
-    unwritten = jnp.arange(case.capacity) >= committed[:, None]
-    sees = rng.random((batch, case.nodes, case.own)) < 0.6
-    entries = IndexKeys(_spoil(keys, unwritten), committed, own, jnp.asarray(pack(sees)))
-    return Operands(q, weight, entries)
+        keys, own = _packed(keys, unwritten), _packed(own, np.zeros(own.shape[:2], bool))
+    else:
+        keys[unwritten] = np.nan
+    return jax.tree.map(jnp.asarray, Operands(q, weight, IndexKeys(keys, committed, own, sees)))
 
 
-def _spoil(keys: jax.Array | PackedKeys, where: jax.Array) -> jax.Array | PackedKeys:
-    if isinstance(keys, PackedKeys):
-        nan = jnp.float8_e8m0fnu(jnp.nan)
-        return PackedKeys(_spoil(keys.value, where), jnp.where(where, nan, keys.scale))
-    return jnp.where(where[..., None], jnp.asarray(jnp.nan, keys.dtype), keys)
+@jax.jit
+def _packed(keys: jax.Array, unwritten: jax.Array) -> PackedKeys:
+    packed = pack_keys(keys)
+    value = jnp.where(unwritten[..., None], jnp.asarray(jnp.nan, packed.value.dtype), packed.value)
+    return PackedKeys(value, jnp.where(unwritten, jnp.float8_e8m0fnu(jnp.nan), packed.scale))
+
+
+_definition = jax.jit(ref.index_topk, static_argnames="topk")
 
 
 def check(case: Case, operands: Operands, chosen: tuple[jax.Array, jax.Array]) -> None:
@@ -157,7 +160,7 @@ def check(case: Case, operands: Operands, chosen: tuple[jax.Array, jax.Array]) -
     Whole numbers leave no room: every bit must agree. Otherwise an entry chosen by one and not by
     the other must lie within `GAP` of the least score that is chosen.
     """
-    want = ref.index_topk(*operands, topk=case.topk)
+    want = _definition(*operands, topk=case.topk)
     for got, right in zip(chosen, want, strict=True):
         assert got.shape == right.shape
         assert got.dtype == right.dtype
@@ -217,4 +220,4 @@ def _exact_scores(operands: Operands) -> tuple[np.ndarray, np.ndarray]:
 def _float64(x: jax.Array | PackedKeys) -> np.ndarray:
     if isinstance(x, PackedKeys):
         return _float64(x.value) * _float64(x.scale)[..., None]
-    return np.asarray(x.astype(jnp.float32), np.float64)
+    return np.asarray(x).astype(np.float64)

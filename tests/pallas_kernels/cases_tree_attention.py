@@ -203,21 +203,21 @@ def draw(case: Case, seed: int = 0) -> Arguments:
     rows, nodes = case.nodes + case.scratch, case.nodes
     seen, position = _block(rng, case, length)
     held = np.arange(case.window) < length[:, None]  # the ring fills from slot 0
-    committed = Committed(_keys(rng, case, held), jnp.asarray(length, jnp.int32))
+    committed = Committed(_keys(rng, case, held), jnp.asarray(length.astype(np.int32)))
     there = np.broadcast_to(np.arange(rows) < nodes, (len(length), rows))
     mask = np.pad(seen, [(0, 0), (0, 0), (0, case.scratch)])
     own = Own(
         rows=_keys(rng, case, there),
-        row_position=jnp.asarray(np.pad(position, [(0, 0), (0, case.scratch)]), jnp.int32),
+        row_position=jnp.asarray(np.pad(position, [(0, 0), (0, case.scratch)]).astype(np.int32)),
         row_bits=pack(mask) if case.kind == "tree" else None,
     )
     if case.ratio:
         committed, own = _with_entries(rng, case, (committed, own), seen, position)
     shape = len(length), nodes, case.heads, case.dim
     # Scores of a few units, so that the softmax is neither flat nor a choice of one key.
-    q = jnp.asarray(rng.standard_normal(shape) * 2, case.dtype)
-    sink = jnp.asarray(rng.standard_normal(case.heads), jnp.float32)
-    return Arguments(q, sink, committed, own, jnp.asarray(position, jnp.int32))
+    q = jnp.asarray((rng.standard_normal(shape) * 2).astype(jnp.dtype(case.dtype)))
+    sink = jnp.asarray(rng.standard_normal(case.heads).astype(np.float32))
+    return Arguments(q, sink, committed, own, jnp.asarray(position.astype(np.int32)))
 
 
 def _block(rng: np.random.Generator, case: Case, length: np.ndarray) -> tuple:
@@ -236,7 +236,7 @@ def _block(rng: np.random.Generator, case: Case, length: np.ndarray) -> tuple:
 def _keys(rng: np.random.Generator, case: Case, there: np.ndarray) -> jax.Array:
     """Keys `[B, M, K]`, NaN but where `there [B, M]`."""
     keys = rng.standard_normal((*there.shape, case.dim))
-    return jnp.asarray(np.where(there[..., None], keys, np.nan), case.dtype)
+    return jnp.asarray(np.where(there[..., None], keys, np.nan).astype(jnp.dtype(case.dtype)))
 
 
 def _with_entries(
@@ -254,7 +254,7 @@ def _with_entries(
     if case.kind == "chain":
         index = np.arange(case.own_entries)
         mine = index < (position[..., None] + 1) // case.ratio - count[..., None]
-    entries = _formed(case, _keys(rng, case, there), lambda form, keys: form(keys))
+    entries = _formed(case, _keys(rng, case, there), lambda form, keys: jax.jit(form)(keys))
     selected = None
     if case.topk:
         old = np.broadcast_to(there[:, None], (*position.shape, case.capacity))

@@ -146,14 +146,18 @@ def loss(floats: dict[str, jax.Array], case: Case, probe: np.ndarray, impl: str)
     return (y * probe).sum()
 
 
+def gradient(floats: dict[str, jax.Array], case: Case, probe: np.ndarray, impl: str) -> Any:
+    return jax.jit(jax.grad(lambda floats: loss(floats, case, probe, impl)))(floats)
+
+
 @pytest.mark.parametrize("size", [SIZES[0], SIZES[2], SIZES[4]], ids=str)
 def test_gradients_equal_those_of_the_definition(size: tuple[int, ...]) -> None:
     rng = np.random.default_rng(sum(size))
     case = random_case(rng, size)
     probe = rng.standard_normal(case.x.shape, dtype=np.float32)
     floats = {f: jnp.asarray(getattr(case, f)) for f in ("x", "w1", "w3", "w2", "weight")}
-    want = jax.grad(loss)(floats, case, probe, "ref")
-    got = jax.grad(loss)(floats, case, probe, "cpu")
+    want = gradient(floats, case, probe, "ref")
+    got = gradient(floats, case, probe, "cpu")
     for name, value in want.items():
         assert got[name].dtype == value.dtype, name
         assert_close(np.asarray(got[name]), np.asarray(value))
@@ -177,7 +181,7 @@ def test_a_closed_gate_has_a_finite_gradient(size: tuple[int, ...]) -> None:
     case.x, case.w1 = np.abs(case.x), -1000 * (1 + np.abs(case.w1))
     assert np.einsum("xie,me->xim", case.w1, case.x).max() < -100
     floats = {f: jnp.asarray(getattr(case, f)) for f in ("x", "w1", "w3", "w2", "weight")}
-    grads = jax.grad(loss)(floats, case, np.ones(case.x.shape, np.float32), "cpu")
+    grads = gradient(floats, case, np.ones(case.x.shape, np.float32), "cpu")
     for name, grad in grads.items():
         assert np.abs(np.asarray(grad)).max() < 1e-20, name
 
@@ -219,8 +223,13 @@ def test_dead_rows_send_no_gradient() -> None:
     case.x[~case.live] = np.nan
     probe = np.where(case.live[:, None], np.float32(1), np.float32(np.nan))
     floats = {f: jnp.asarray(getattr(case, f)) for f in ("x", "w1", "w3", "w2", "weight")}
-    y, pull = jax.vjp(lambda f: _forward_only(f, case), floats)
-    (grads,) = pull(jnp.broadcast_to(probe, y.shape))
+
+    @jax.jit
+    def pull(floats, probe):
+        y, back = jax.vjp(lambda f: _forward_only(f, case), floats)
+        return back(jnp.broadcast_to(probe, y.shape))
+
+    (grads,) = pull(floats, probe)
     assert all(np.isfinite(g).all() for g in grads.values())
     assert not np.asarray(grads["x"])[~case.live].any()
     assert not np.asarray(grads["weight"])[~case.live].any()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +10,11 @@ import pytest
 from pallas_kernels.index_topk import cpu, index_topk, ref
 from pallas_kernels.index_topk.op import IndexKeys
 
-CHOOSERS = {"ref": ref.largest, "cpu": cpu.largest}
+CHOOSERS = {
+    name: jax.jit(function, static_argnums=1)
+    for name, function in [("ref", ref.largest), ("cpu", cpu.largest)]
+}
+select = jax.jit(index_topk, static_argnames=("topk", "impl"))
 
 
 def sorted_choice(scores: np.ndarray, count: int) -> np.ndarray:
@@ -66,6 +71,6 @@ def test_each_node_selects_its_best_visible_entries(sizes: tuple[int, ...], impl
         keys[np.arange(capacity) >= committed[:, None]] = np.nan
         narrow = [jnp.asarray(x, jnp.float32) for x in (q, weight, keys, mine)]
         entries = IndexKeys(narrow[2], jnp.asarray(committed), narrow[3], jnp.asarray(pack(sees)))
-        chosen, own_chosen = index_topk(*narrow[:2], entries, topk=topk, impl=impl)
+        chosen, own_chosen = select(*narrow[:2], entries, topk=topk, impl=impl)
         np.testing.assert_array_equal(unpack(np.asarray(chosen), capacity), want[..., :capacity])
         np.testing.assert_array_equal(unpack(np.asarray(own_chosen), own), want[..., capacity:])

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 
 from pallas_kernels.tree_attention import forms
+
+quantise, dequantise = jax.jit(forms.quantise, static_argnums=1), jax.jit(forms.dequantise)
 
 
 def serial(row: np.ndarray, rotary: int) -> np.ndarray:
@@ -36,10 +39,10 @@ def test_entries_are_rounded_in_groups_of_64_and_their_rotary_part_is_not(
     rows = (rng.standard_normal((2, 7, dim)) * size).astype(np.float32)
     rows[0, 0, :] = 0
     rows[0, 1, 3] = 448 * 2.0**5  # at a bound: the scale is 2^5 itself
-    entries = forms.quantise(jnp.asarray(rows), rotary)
+    entries = quantise(rows, rotary)
     assert entries.values.shape == (2, 7, dim - rotary)
     assert entries.scale.shape == (2, 7, -(-(dim - rotary) // 64))
-    got = np.asarray(forms.dequantise(entries).astype(jnp.float32))
+    got = np.asarray(dequantise(entries)).astype(np.float32)
     want = np.stack([[serial(row, rotary) for row in group] for group in rows])
     np.testing.assert_array_equal(got, want.astype(np.float32))
 
@@ -47,6 +50,6 @@ def test_entries_are_rounded_in_groups_of_64_and_their_rotary_part_is_not(
 def test_quantised_entries_quantise_to_themselves() -> None:
     rng = np.random.default_rng(1)
     rows = jnp.asarray(rng.standard_normal((1, 9, 512)), jnp.bfloat16)
-    once = forms.dequantise(forms.quantise(rows, 64))
-    twice = forms.dequantise(forms.quantise(once, 64))
+    once = dequantise(quantise(rows, 64))
+    twice = dequantise(quantise(once, 64))
     np.testing.assert_array_equal(np.asarray(twice), np.asarray(once))

@@ -19,7 +19,10 @@ def test_a_place_is_in_the_union_where_any_node_selects_any_of_its_entries(size:
     for capacity, nodes, tile in [(37, 5, 3), (100, 8, 8), (64, 4, 4), (32, 1, 1), (512, 9, 8)]:
         mask = rng.random((3, nodes, capacity)) < 0.04
         count = rng.integers(0, capacity + 1, 3)
-        words = union(pack(mask), jnp.asarray(count, jnp.int32), tile=tile, pack=size)
+        count = count.astype(np.int32)
+        words = jax.jit(union, static_argnames=("tile", "pack"))(
+            pack(mask), count, tile=tile, pack=size
+        )
         assert words.shape == (3, -(-nodes // tile), -(-capacity // 32))
         bits = np.unpackbits(np.asarray(words).view(np.uint8), axis=-1, bitorder="little")
         for b, i in np.ndindex(words.shape[:2]):
@@ -67,10 +70,11 @@ def test_a_list_has_every_entry_that_its_nodes_select_once_and_in_order(
 @pytest.mark.parametrize(("dim", "rotary"), [(512, 64), (256, 64), (128, 64), (64, 32)])
 def test_rows_of_bytes_hold_the_same_entries(dim: int, rotary: int) -> None:
     rng = np.random.default_rng(dim)
-    entries = forms.quantise(jnp.asarray(rng.standard_normal((2, 5, dim)), jnp.float32), rotary)
-    rows = forms.to_bytes(entries)
-    assert rows.rows.shape == (2, 5, dim + min(dim, 128))
-    again = forms.from_bytes(rows)
+    plain = rng.standard_normal((2, 5, dim)).astype(np.float32)
+    entries = jax.jit(forms.quantise, static_argnums=1)(plain, rotary)
+    rows = jax.jit(lambda entries: forms.to_bytes(entries).rows)(entries)
+    assert rows.shape == (2, 5, dim + min(dim, 128))
+    again = jax.jit(lambda rows: forms.from_bytes(forms.Fp8Bytes(rows, rotary)))(rows)
     for name, part in entries._asdict().items():
         got = getattr(again, name)
         assert got.dtype == part.dtype
