@@ -12,6 +12,7 @@ SIZES = {
     "tree_attention": ("batch", "nodes", "entries"),
     "index_topk": ("batch", "nodes", "entries"),
     "grouped_matmul": ("rows",),
+    "hyper_mixing": ("rows",),
 }
 """Sizes by which an op's buckets are told apart."""
 

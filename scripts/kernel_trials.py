@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -16,13 +17,14 @@ from jaxspec.errors import UsageError
 from jaxspec.plan import traffic
 from jaxspec.plan.program import Traffic
 from jaxspec.plan.programs import flash
-from pallas_kernels import grouped_matmul, index_topk, tree_attention
-from tests.pallas_kernels import cases_index_topk, cases_tree_attention
+from pallas_kernels import grouped_matmul, hyper_mixing, index_topk, tree_attention
+from tests.pallas_kernels import cases_hyper_mixing, cases_index_topk, cases_tree_attention
 
 OPS: dict[str, ModuleType] = {
     "tree_attention": tree_attention,
     "index_topk": index_topk,
     "grouped_matmul": grouped_matmul,
+    "hyper_mixing": hyper_mixing,
 }
 CONTEXTS = {"8k": 1 << 13, "64k": 1 << 16, "1M": 1 << 20}
 RUN_SECONDS, RUNS = 0.2, 5
@@ -150,6 +152,20 @@ def expert_trial(rows: int, sizes: tuple[int, int, int, int], limit: float) -> T
     return Trial("grouped_matmul", f"rows-{rows}", {"rows": rows}, arrays, bind, check)
 
 
+def mixing_trial(case: cases_hyper_mixing.Case) -> Trial:
+    """A case of the conformance table, or one of the released sizes."""
+    operands = cases_hyper_mixing.make(case)
+
+    def bind(kernel: Callable[..., Any]) -> Callable[..., Any]:
+        return functools.partial(kernel, **cases_hyper_mixing.static(case))
+
+    def check(got: Any) -> None:
+        cases_hyper_mixing.check(case, operands, got)
+
+    sizes = {"rows": math.prod(case.outer)}
+    return Trial("hyper_mixing", case.name, sizes, tuple(operands), bind, check)
+
+
 def small_trials(limit: int | None = None) -> Iterator[Trial]:
     """The conformance tables, or the first `limit` of each."""
     for case in cases_tree_attention.CASES[:limit]:
@@ -159,6 +175,8 @@ def small_trials(limit: int | None = None) -> Iterator[Trial]:
             yield index_trial(index_case, dtype)
     for rows in (1, 13, 100)[:limit]:
         yield expert_trial(rows, (256, 128, 8, 2), limit=2.0)
+    for mixing_case in cases_hyper_mixing.CASES[:limit]:
+        yield mixing_trial(mixing_case)
 
 
 def released_trials(op: str) -> Iterator[Trial]:
@@ -168,6 +186,11 @@ def released_trials(op: str) -> Iterator[Trial]:
         sizes = cfg.hidden_size, cfg.moe_intermediate_size, cfg.n_routed_experts
         for rows in (8, 64):
             yield expert_trial(rows, (*sizes, cfg.num_experts_per_tok), cfg.swiglu_limit)
+        return
+    if op == "hyper_mixing":
+        for rows in (8, 64, 512):
+            statics = cfg.hc_mult, cfg.hc_sinkhorn_iters, cfg.hc_eps
+            yield mixing_trial(cases_hyper_mixing.Case(f"flash-{rows}", (1, rows), *statics))
         return
     for label, context in CONTEXTS.items():
         for batch in (1, 8) if label != "1M" else (1,):

@@ -31,7 +31,6 @@ DRAFT = "jaxspec/draft/mtp.py"
 ATTENTION = "jaxspec/model/attention.py"
 BASIC = "jaxspec/model/basic.py"
 COMPRESS = "jaxspec/model/compress.py"
-HYPER = "jaxspec/model/hyper.py"
 LAYOUT = "jaxspec/model/layout.py"
 MOE = "jaxspec/model/moe.py"
 DENSE = "pallas_kernels/tree_attention/ref.py"
@@ -40,6 +39,7 @@ INDEX = "pallas_kernels/index_topk/ref.py"
 INDEX_CPU = "pallas_kernels/index_topk/cpu.py"
 EXPERTS = "pallas_kernels/grouped_matmul/ref.py"
 EXPERTS_CPU = "pallas_kernels/grouped_matmul/cpu.py"
+MIXING = "pallas_kernels/hyper_mixing/ref.py"
 
 WALKS = "test_verify.py::test_walk_follows_matching_live_children"
 NARROWING = "test_narrowing.py::test_narrowing_equals_sorting"
@@ -801,14 +801,14 @@ _MODEL = (
     ),
     Mutant(
         "Sinkhorn once more",
-        HYPER,
+        MIXING,
         "fori_loop(0, iterations - 1,",
         "fori_loop(0, iterations,",
         "test_operations.py::test_sinkhorn_step_by_step",
     ),
     Mutant(
         "Sinkhorn's first step over rows",
-        HYPER,
+        MIXING,
         "mix = mix / (mix.sum(-2,",
         "mix = mix / (mix.sum(-1,",
         "test_operations.py::test_sinkhorn_step_by_step",

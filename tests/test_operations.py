@@ -13,12 +13,13 @@ import pytest
 from safetensors import safe_open
 
 from jaxspec.config import config_from_released
+from jaxspec.model import hyper
 from jaxspec.model.basic import per_head, rotary_frequencies, rotate, rotation
-from jaxspec.model.hyper import sinkhorn
 from jaxspec.model.layout import make_layout
 from jaxspec.model.moe import gated_mlp, route
 from jaxspec.model.params import ExpertParams, MoeParams
 from jaxspec.tree import TokenBlock
+from pallas_kernels.hyper_mixing.ref import sinkhorn
 from tests.oracle import Config, random_checkpoint
 from tests.oracle.basic import rope_frequencies
 
@@ -106,6 +107,27 @@ def test_sinkhorn_step_by_step(iterations):
             mix = mix / (mix.sum(-1, keepdims=True) + 1e-3)
         mix = mix / (mix.sum(-2, keepdims=True) + 1e-3)
     np.testing.assert_allclose(sinkhorn(jnp.float32(logits), iterations, 1e-3), mix, atol=1e-6)
+
+
+@pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_streams_are_collected_and_spread_by_their_weights(monkeypatch, platform, dtype):
+    """Sums over streams are written in another way for accelerators."""
+    monkeypatch.setattr(hyper, "target_platform", lambda: platform)
+    rng = np.random.default_rng(0)
+    streams, y = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((2, 5, 3, 8), (2, 5, 8)))
+    sizes = (2, 5, 3), (2, 5, 3), (2, 5, 3, 3)
+    mixing = hyper.Mixing(*(jnp.asarray(rng.standard_normal(s), "float32") for s in sizes))
+    x, update, pre, post, mix = (np.asarray(a, np.float64) for a in (streams, y, *mixing))
+    collected = np.einsum("bns,bnse->bne", pre, x)
+    mixed = np.einsum("bnjk,bnje->bnke", mix, x) + post[..., None] * update[:, :, None]
+    rtol = {"float32": 1e-6, "bfloat16": 2.0**-8}[dtype]
+    for got, want in (
+        (hyper.collect(streams, mixing.pre), collected),
+        (hyper.spread(streams, y, mixing), mixed),
+    ):
+        assert got.dtype == dtype
+        np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rtol, atol=1e-5)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jaxspec.compiler import interpretation
 from jaxspec.errors import UsageError
-from pallas_kernels import grouped_matmul, index_topk, tree_attention
+from pallas_kernels import grouped_matmul, hyper_mixing, index_topk, tree_attention
 from pallas_kernels.dispatch import resolve
 
 
@@ -15,7 +15,7 @@ def check_impl(impl: str, *, interpret: bool = False) -> None:
         UsageError: with the reason in words.
     """
     with interpretation(interpret):
-        for op in (tree_attention, index_topk, grouped_matmul):
+        for op in (tree_attention, index_topk, grouped_matmul, hyper_mixing):
             try:
                 resolve(impl, op.__name__.rpartition(".")[2], op.op.BACKENDS)
             except ValueError as error:

@@ -53,10 +53,10 @@ def run_layer(
     impl: str = "auto",
 ) -> LayerOut:
     """One block of the model on `streams [B, N, S, E]`: attention, then experts."""
-    mixing = weigh(p.hc_attn, cfg, streams)
+    mixing = weigh(p.hc_attn, cfg, streams, impl=impl)
     attended = attention(rms_norm(collect(streams, mixing.pre), p.attn_norm, cfg.rms_norm_eps))
     streams = spread(streams, attended.out, mixing)
-    mixing = weigh(p.hc_ffn, cfg, streams)
+    mixing = weigh(p.hc_ffn, cfg, streams, impl=impl)
     x = rms_norm(collect(streams, mixing.pre), p.ffn_norm, cfg.rms_norm_eps)
     y, expert = mix_experts(p.moe, cfg, x, block.token, block.valid, impl=impl)
     return LayerOut(spread(streams, y, mixing), attended, expert)

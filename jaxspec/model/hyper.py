@@ -6,7 +6,7 @@ X'_k = post_k F(sum_j pre_j X_j) + sum_j M_jk X_j, M made doubly stochastic by S
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -15,14 +15,8 @@ from jax import Array
 from jaxspec.config import ModelConfig
 from jaxspec.model.basic import project_float32
 from jaxspec.model.params import HyperParams
-
-
-class Mixing(NamedTuple):
-    """How one sub-layer reads and writes the streams."""
-
-    pre: Array  # [B, N, S]
-    post: Array  # [B, N, S]
-    mix: Array  # [B, N, S, S]: from stream (first S) to stream (second S)
+from pallas_kernels.dispatch import target_platform
+from pallas_kernels.hyper_mixing import Mixing, hyper_mixing
 
 
 def _features(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
@@ -32,44 +26,54 @@ def _features(p: HyperParams, cfg: ModelConfig, streams: Array) -> Array:
 
 
 @jax.named_scope("hyper.weigh")
-def weigh(p: HyperParams, cfg: ModelConfig, streams: Array) -> Mixing:
-    """Mixing weights of one sub-layer from the streams `[B, N, S, E]`."""
-    s, eps = cfg.hc_mult, cfg.hc_eps
-    u = _features(p, cfg, streams)
-    pre = jax.nn.sigmoid(u[..., :s] * p.scale[0] + p.base[:s]) + eps
-    post = 2.0 * jax.nn.sigmoid(u[..., s : 2 * s] * p.scale[1] + p.base[s : 2 * s])
-    mix = (u[..., 2 * s :] * p.scale[2] + p.base[2 * s :]).reshape(*u.shape[:-1], s, s)
-    return Mixing(pre, post, sinkhorn(mix, cfg.hc_sinkhorn_iters, eps))
-
-
-def sinkhorn(logits: Array, iterations: int, eps: float) -> Array:
-    """Makes `[..., S, S]` doubly stochastic: softmax over columns, then alternating division.
-
-    The first iteration divides by the column sums only, since the softmax was the row step.
-    """
-    mix = jax.nn.softmax(logits, axis=-1) + eps
-    mix = mix / (mix.sum(-2, keepdims=True) + eps)
-
-    def alternate(_: int, mix: Array) -> Array:
-        mix = mix / (mix.sum(-1, keepdims=True) + eps)
-        return mix / (mix.sum(-2, keepdims=True) + eps)
-
-    return jax.lax.fori_loop(0, iterations - 1, alternate, mix)
+def weigh(p: HyperParams, cfg: ModelConfig, streams: Array, *, impl: str = "auto") -> Mixing:
+    """Mixing weights of one sub-layer from the streams `[B, N, S, E]`, leaves `[B, N, ...]`."""
+    return hyper_mixing(
+        _features(p, cfg, streams),
+        p.scale,
+        p.base,
+        streams=cfg.hc_mult,
+        iterations=cfg.hc_sinkhorn_iters,
+        eps=cfg.hc_eps,
+        impl=impl,
+    )
 
 
 def collect(streams: Array, weight: Array) -> Array:
     """sum_j weight_j X_j: `[B, N, S, E]`, `[B, N, S]` to `[B, N, E]` in the streams' dtype."""
-    return (streams.astype(jnp.float32) * weight[..., None]).sum(-2).astype(streams.dtype)
+    old = streams.astype(jnp.float32)
+    total = (old * weight[..., None]).sum(-2) if _reduces() else _add_up(old, weight)
+    return total.astype(streams.dtype)
 
 
 @jax.named_scope("hyper.spread")
 def spread(streams: Array, update: Array, mixing: Mixing) -> Array:
     """X'_k = post_k y + sum_j M_jk X_j for `update` y `[B, N, E]`, in float32, cast once."""
-    old = streams.astype(jnp.float32)
-    new = mixing.post[..., None] * update.astype(jnp.float32)[..., None, :]
-    # A product and a sum: XLA fuses them, and has no fast product of many small matrices on a CPU.
-    mixed = (mixing.mix[..., None] * old[..., None, :]).sum(-3)
-    return (new + mixed).astype(streams.dtype)
+    old, y = streams.astype(jnp.float32), update.astype(jnp.float32)
+    if _reduces():
+        new = mixing.post[..., None] * y[..., None, :]
+        # A product and a sum: XLA has no fast product of many small matrices on a CPU.
+        mixed = (mixing.mix[..., None] * old[..., None, :]).sum(-3)
+        return (new + mixed).astype(streams.dtype)
+    each = [
+        (mixing.post[..., k, None] * y + _add_up(old, mixing.mix[..., k])).astype(streams.dtype)
+        for k in range(streams.shape[-2])
+    ]
+    return jnp.stack(each, axis=-2)
+
+
+def _reduces() -> bool:
+    """Whether sums over streams are reductions, which are fast on a CPU.
+
+    On TPUs and GPUs XLA makes a pass of its own of each, through float32 streams in memory.
+    """
+    return target_platform() == "cpu"
+
+
+def _add_up(streams: Array, weight: Array) -> Array:
+    """sum_j weight_j X_j, written out: `[..., S, E]` and `[..., S]` to `[..., E]`."""
+    parts = (weight[..., j, None] * streams[..., j, :] for j in range(streams.shape[-2]))
+    return functools.reduce(jnp.add, parts)
 
 
 @jax.named_scope("hyper.head")

@@ -12,7 +12,7 @@ CHUNK = 512  # tokens of a prefill chunk
 RATIOS = (4, 128)
 ENTRY_FORMS = {"tpu": ("bf16", "words", "bytes"), "gpu": ("bf16", "fp8")}
 """How committed entries are stored; `words` and `bytes` are bfloat16 and FP8 in a TPU's layout."""
-OPS = ("tree_attention", "index_topk", "grouped_matmul")
+OPS = ("tree_attention", "index_topk", "grouped_matmul", "hyper_mixing")
 
 
 def jobs(op: str, impl: str) -> list[Job]:
@@ -21,6 +21,7 @@ def jobs(op: str, impl: str) -> list[Job]:
         "tree_attention": _attention_jobs,
         "index_topk": _index_jobs,
         "grouped_matmul": _expert_jobs,
+        "hyper_mixing": _mixing_jobs,
     }[op](impl)
 
 
@@ -71,5 +72,18 @@ def _expert_jobs(impl: str) -> list[Job]:
             {"rows": rows, "form": form, "impl": impl},
         )
         for form in ("bf16", "fp8", "fp4")
+        for rows in (1, *(batch * BUDGET for batch in BATCHES))
+    ]
+
+
+def _mixing_jobs(impl: str) -> list[Job]:
+    """The weights alone, then all that a sub-layer does with its streams."""
+    return [
+        Job(
+            f"hyper_mixing {part} M={rows} {form}",
+            f"jaxspec.plan.programs:{part}_program",
+            {"rows": rows, "impl": impl},
+        )
+        for part, form in (("mixing", "float32"), ("streams", "bf16"))
         for rows in (1, *(batch * BUDGET for batch in BATCHES))
     ]

@@ -11,12 +11,15 @@ import jax.numpy as jnp
 from jax import Array, ShapeDtypeStruct
 
 from jaxspec.config import CSA_RATIO, ModelConfig, layer_kind, read_model_toml
+from jaxspec.model.hyper import collect, spread, weigh
+from jaxspec.model.params import HyperParams
 from jaxspec.plan.kernels import BUDGET
 from jaxspec.plan.program import Program
 from jaxspec.plan.traffic import count
 from jaxspec.resources import packaged_config
 from pallas_kernels.grouped_matmul import grouped_matmul
 from pallas_kernels.grouped_matmul.op import pack_fp4, pack_fp8
+from pallas_kernels.hyper_mixing import hyper_mixing
 from pallas_kernels.index_topk import index_topk
 from pallas_kernels.index_topk.op import IndexKeys, pack_keys
 from pallas_kernels.tree_attention import forms, tree_attention
@@ -26,6 +29,7 @@ OPS: dict[str, Callable[..., Any]] = {
     "tree_attention": tree_attention,
     "index_topk": index_topk,
     "grouped_matmul": grouped_matmul,
+    "hyper_mixing": hyper_mixing,
 }
 """The ops by name."""
 
@@ -166,3 +170,31 @@ def expert_program(*, rows: int, form: str, impl: str) -> Program:
     arguments = x, (up, up, down), (*routing, _array(jnp.bool_, rows))
     counted = partial(count, "grouped_matmul", impl, {"rows": rows}, *arguments)
     return program._replace(traffic=partial(counted, limit=cfg.swiglu_limit))
+
+
+def mixing_program(*, rows: int, impl: str) -> Program:
+    """The mixing weights of one sub-layer."""
+    cfg = flash()
+    width = cfg.hc_mult * (2 + cfg.hc_mult)
+
+    def run(kernel: Any, *operands: Any) -> Any:
+        return kernel(
+            *operands, streams=cfg.hc_mult, iterations=cfg.hc_sinkhorn_iters, eps=cfg.hc_eps
+        )
+
+    operands = _float32(rows, width), _float32(3), _float32(width)
+    return bind("hyper_mixing", impl, {"rows": rows}, run, *operands)
+
+
+def streams_program(*, rows: int, impl: str) -> Program:
+    """A sub-layer without its function: the streams are weighed, collected and spread."""
+    cfg = flash()
+    size, count = cfg.hidden_size, cfg.hc_mult
+    features = count * (2 + count)
+    shapes = _float32(count * size, features), _float32(features), _float32(3)
+
+    def run(streams: Array, update: Array, *leaves: Array) -> Any:
+        mixing = weigh(HyperParams(*leaves), cfg, streams, impl=impl)
+        return collect(streams, mixing.pre), spread(streams, update, mixing)
+
+    return Program(run, (_bf16(1, rows, count, size), _bf16(1, rows, size), *shapes))

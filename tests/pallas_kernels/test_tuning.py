@@ -5,12 +5,24 @@ import inspect
 import jax
 import pytest
 
-from pallas_kernels import dispatch, grouped_matmul, index_topk, tree_attention, tuning
+from pallas_kernels import (
+    dispatch,
+    grouped_matmul,
+    hyper_mixing,
+    index_topk,
+    tree_attention,
+    tuning,
+)
 from tests.pallas_kernels.test_dispatch import DEVICES, compiling_for
 
 ROW = '[[index_topk]]\ndevice = "TPU v6 lite"\nsource = "a test"\n'
 GOOD = ROW + "up_to = { nodes = 8 }\nchoose = { tile = 64 }\n"
-OPS = {"tree_attention": tree_attention, "index_topk": index_topk, "grouped_matmul": grouped_matmul}
+OPS = {
+    "tree_attention": tree_attention,
+    "index_topk": index_topk,
+    "grouped_matmul": grouped_matmul,
+    "hyper_mixing": hyper_mixing,
+}
 
 
 @pytest.mark.parametrize(
