@@ -12,6 +12,7 @@ from jax import Array
 from jaxspec.cache import Cache, LayerCache, init_cache, init_layer
 from jaxspec.config import ModelConfig
 from jaxspec.model.attention import Attended, Scratch
+from jaxspec.model.backends import differentiable_impl
 from jaxspec.model.forward import ForwardOut, forward
 from jaxspec.model.index import index_scores
 from jaxspec.model.mtp import mtp_logits, run_mtp
@@ -68,7 +69,8 @@ def measure(
     there = tokens >= 0
     token = jnp.maximum(tokens, 0)
     block = TokenBlock.chain(token, blank.cache.length, there.sum(-1, dtype=jnp.int32))
-    out = forward(params, cfg, blank.cache, block, features="trace")
+    impl = differentiable_impl()
+    out = forward(params, cfg, blank.cache, block, features="trace", impl=impl)
     lm = mean_over(cross_entropy(out.logits[:, :-1], token[:, 1:]), there[:, 1:])
     draft, agree, drafted = measure_draft(
         params, cfg, blank.draft, out, (token, there), key=key, recipe=recipe
@@ -134,10 +136,11 @@ def measure_draft(
     token, there = tokens
     batch, length = token.shape
     depths, count = recipe.draft_depths, recipe.draft_anchors
+    impl = differentiable_impl()
     zero = jnp.zeros(batch, jnp.int32)
     following = jnp.concatenate([token[:, 1:], token[:, :1]], axis=1)
     block = TokenBlock.chain(following, zero, there.sum(-1, dtype=jnp.int32) - 1)
-    first = run_mtp(params, cfg, out.features[-1].streams, layer, block)
+    first = run_mtp(params, cfg, out.features[-1].streams, layer, block, impl=impl)
 
     drawn = jax.vmap(lambda k: jax.random.permutation(k, length - depths - 1)[:count])
     anchor = drawn(jax.random.split(key, batch)).astype(jnp.int32)  # [B, A]
@@ -154,7 +157,7 @@ def measure_draft(
     for depth in range(1, depths + 1):
         if depth > 1:
             block = _draft_block(_rows(token, anchor + depth), anchor, depth, (length, depths))
-            drafted = run_mtp(params, cfg, streams, layer, block, scratch=scratch)
+            drafted = run_mtp(params, cfg, streams, layer, block, scratch=scratch, impl=impl)
             streams, scratch = drafted.streams, drafted.attended.scratch or scratch
         labels = _rows(out.logits, anchor + depth), _rows(token, anchor + depth + 1)
         mask = _rows(there, anchor + depth + 1)
