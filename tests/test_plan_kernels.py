@@ -18,8 +18,6 @@ KNOWN = [
     # Blocks of threads that share a sequence leave partial results in device memory, which is L2 as
     # far as they fit.
     ("gpu", r"tree_attention hca 1M B=[18] ", "moves"),
-    # Scores go through device memory, four bytes a node and entry each way.
-    ("gpu", r"index_topk \w+ B=\d+ N=8 ", "moves"),
     # There is none for GPUs: `auto` takes the definition, XLA's ragged product.
     ("gpu", r"grouped_matmul", "does not compile"),
 ]

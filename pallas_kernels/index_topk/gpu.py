@@ -71,12 +71,8 @@ def index_topk(
         entries = entries._replace(keys=keys[0], own=keys[1])
         shape = Shape(0, splits, 0, interpret)
         return _two_kernels(q, weight, entries, (topk, groups), shape)
-    operands = gpu_fused.Operands(
-        *_queries(q, weight),
-        *_sources(keys),
-        own_bits=entries.own_bits if own else jnp.zeros((*q.shape[:2], 1), jnp.uint32),
-        committed=count,
-    )
+    bits = entries.own_bits if own else jnp.zeros((*q.shape[:2], 1), jnp.uint32)
+    operands = gpu_fused.Operands(*_queries(q, weight), *_sources(keys), bits, count)
     found, ours = gpu_fused.select(operands, sizes, chosen, topk=topk, interpret=interpret)
     batch, nodes = q.shape[:2]
     found, ours = (x.reshape(batch, nodes, -1) for x in (found, ours))
@@ -156,9 +152,10 @@ def _queries(q: Array, weight: Array, chunk: int = 1) -> tuple[Array, Array]:
     return padded, jnp.pad(weight.astype(jnp.float32), [*rows, spare])
 
 
-def _sources(sources: tuple[Any, Any]) -> list[Any]:
+def _sources(sources: tuple[Any, Any]) -> tuple[Any, Any]:
     """Keys as TMA reads them; where there are none the others stand in, and are never read."""
-    return [_lines(next(y for y in (x, *sources) if values(y).shape[1])) for x in sources]
+    committed, own = (_lines(next(y for y in (x, *sources) if values(y).shape[1])) for x in sources)
+    return committed, own
 
 
 def _operands(
@@ -167,9 +164,7 @@ def _operands(
     batch, nodes, heads, dim = q.shape
     chunk = chunk_of(nodes, heads, dim)
     visible = jnp.pad(visible, [(0, 0), (0, -nodes % chunk), (0, 0)])
-    operands = Operands(
-        *_queries(q, weight, chunk), *_sources(sources), visible=visible, tiles=tiles
-    )
+    operands = Operands(*_queries(q, weight, chunk), *_sources(sources), visible, tiles)
     most = sum(-(-values(x).shape[1] // TILE) for x in sources)
     blocks = batch * (operands.weight.shape[1] // chunk)
     splits = max(1, min(SMS // blocks, most // (2 * GROUPS)))

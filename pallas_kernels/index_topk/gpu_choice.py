@@ -41,9 +41,11 @@ def choose(
     crew = Crew(nodes=1, parts=1, groups=groups, is_interpreted=bool(interpret))
 
     def kernel(order: Any, tiles: Any, out: Any, *scratch: Any) -> None:
+        lines, counts, barrier = scratch
         b, n, group = (lax.axis_index(name) for name in ("batch", "node", "group"))
+        exchange = Exchange(crew, lines, counts, barrier, jnp.int32(0), group)
         node = Node(order.at[b, n], tiles[b, 1] * tile, group, groups)
-        chosen = bisect(node, Exchange(crew, *scratch, jnp.int32(0), group), topk, size)
+        chosen = bisect(node, exchange, topk, size)
 
         @pl.loop(0, node.blocks)
         def _(i: Array) -> None:

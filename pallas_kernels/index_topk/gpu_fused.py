@@ -65,12 +65,12 @@ class Part(NamedTuple):
     sizes: Sizes
     plan: Plan
     number: Array
-    count: Array  # committed entries of the sequence
+    committed: Array  # entries of the sequence
 
     @property
     def units(self) -> Array:
         """Units of committed entries that the sequence has."""
-        return (self.count + UNIT - 1) // UNIT
+        return (self.committed + UNIT - 1) // UNIT
 
     @property
     def first(self) -> Array:
@@ -92,7 +92,7 @@ class Part(NamedTuple):
         """Whether a row is of own entries, the first of them, and how many there are from it on."""
         is_own = row >= self.own_row
         start = TILE * jnp.where(is_own, row - self.own_row, self.first * LINES + row)
-        end = jnp.where(is_own, jnp.int32(self.sizes.own), self.count)
+        end = jnp.where(is_own, jnp.int32(self.sizes.own), self.committed)
         return is_own, start, end - start
 
 
@@ -161,8 +161,8 @@ def select(
     def kernel(*refs: Any) -> None:
         ref = jax.tree.unflatten(tree, refs[: len(given)])
         out, rest = refs[len(given) : len(given) + len(outputs)], refs[len(given) + len(outputs) :]
-        orders, words, *rest = rest
-        scratch, (lines, *exchange) = Scratch(*rest[: len(types)]), rest[len(types) :]
+        orders, words, *others = rest
+        scratch, (lines, *exchange) = Scratch(*others[: len(types)]), others[len(types) :]
         place = lax.axis_index("batch"), lax.axis_index("chunk")
         if crew.leaves_chip:
             exchange.insert(0, out[2].at[place])
@@ -199,7 +199,8 @@ def _block(
 ) -> None:
     sizes, plan, crew, topk = static
     number, group = lax.axis_index("part"), lax.axis_index("group")
-    exchange = Exchange(crew, *memory.exchange, number, group)
+    lines, counts, barrier = memory.exchange
+    exchange = Exchange(crew, lines, counts, barrier, number, group)
     part = Part(sizes, plan, number, ref.committed[lax.axis_index("batch")])
     _score(ref, memory, part)
     exchange.meet()

@@ -208,7 +208,7 @@ def _unpack(scratch: Scratch, slot: Array) -> Array:
     return lax.bitcast_convert_type(bits << jnp.uint32(23), jnp.float32)
 
 
-def score_tile(scratch: Scratch, keys: Any, node: Array) -> Array:
+def score_tile(scratch: Scratch, keys: Any, node: Array | int) -> Array:
     """sum_h weight_h relu(q_h . key) of 64 keys."""
     heads = scratch.weight.shape[1]
 
