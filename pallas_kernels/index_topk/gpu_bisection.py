@@ -71,7 +71,7 @@ def bisect(orders: Orders, exchange: Exchange, topk: int, places: int) -> Chosen
         least, above, reached = state
         shift = (32 - DIGIT * (digit + 1)).astype(jnp.uint32)
         trials = [least | (jnp.uint32(k) << shift) for k in range(1, TRIALS)]
-        pairs = _count(orders, lambda values, _: [values >= trial for trial in trials])
+        pairs = _count(orders, trials, lambda values, _, trial: values >= trial)
         counts = exchange.totals(pairs, digit)
         enough = counts >= topk
         digit_found = jnp.where(enough, 1, 0).sum().astype(jnp.uint32)
@@ -101,10 +101,7 @@ def _end(
     def extend(digit: Array, end: Array) -> Array:
         shift = width - DIGIT * (digit + 1)
         trials = [end | (jnp.int32(k) << shift) for k in range(1, TRIALS)]
-        pairs = _count(
-            orders,
-            lambda values, index: [(values == least) & (index < trial) for trial in trials],
-        )
+        pairs = _count(orders, trials, lambda x, index, trial: (x == least) & (index < trial))
         counts = exchange.totals(pairs, turn + digit)
         # The last place stands for no trial, and its count is 0.
         return end | ((jnp.where(counts <= room, 1, 0).sum() - 1) << shift)
@@ -114,16 +111,19 @@ def _end(
     return jnp.where(tied, end, EVERY)
 
 
-def _count(orders: Orders, holds: Callable[[Array, Array], list[Array]]) -> list[Array]:
-    """By line how many orders pass each of 15 tests, two counts of 16 bits a number."""
+def _count(
+    orders: Orders, trials: list[Array], passes: Callable[[Array, Array, Array], Array]
+) -> list[Array]:
+    """By line how many orders pass a test of 15 trials, two counts of 16 bits a number."""
 
     def add(i: Array, counted: list[Array]) -> list[Array]:
-        tests = holds(*orders.block(i))
+        values, index = orders.block(i)
         passed = []
         for k, n in enumerate(counted):
-            both = jnp.where(tests[2 * k], 1, 0)
-            if 2 * k + 1 < len(tests):
-                both = both + jnp.where(tests[2 * k + 1], 1 << HALF, 0)
+            both = jnp.where(passes(values, index, trials[2 * k]), 1, 0)
+            if 2 * k + 1 < len(trials):
+                second = passes(values, index, trials[2 * k + 1])
+                both = both + jnp.where(second, 1 << HALF, 0)
             passed.append(n + both.sum(axis=1))
         return passed
 
