@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.index_topk import gpu
+from pallas_kernels.index_topk import gpu, gpu_plan
 from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
 from pallas_kernels.index_topk.gpu_exchange import Exchange
 from pallas_kernels.index_topk.gpu_fused import Part
@@ -87,13 +87,26 @@ def test_who_does_the_work_of_two_kernels_changes_nothing(keywords: dict[str, in
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
-@pytest.mark.parametrize(
-    "keywords", [{"groups": 2}, {"splits": 2}, {"splits": 4}, {"splits": 2, "groups": 2}], ids=str
-)
-def test_who_does_the_work_of_one_kernel_changes_nothing(
-    keywords: dict[str, int], dtype: str
+@pytest.mark.parametrize("splits", [2, 4])
+def test_blocks_of_a_cluster_share_a_node(splits: int, dtype: str) -> None:
+    hold(UNITS, dtype, mode="fused", splits=splits)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("together", [1, 2])
+def test_warpgroups_share_a_node_or_have_one_each(
+    monkeypatch: pytest.MonkeyPatch, splits: int, together: int
 ) -> None:
-    hold(UNITS, dtype, mode="fused", **keywords)
+    """On a device of one multiprocessor two nodes share a pass over the keys."""
+    if together == 2:
+        monkeypatch.setattr(gpu_plan, "SMS", 1)
+    case = BY_NAME["nano-ties"]._replace(nodes=2, own=2, committed=(200,))
+    operands = make(case, "bfloat16")
+    _, plan = how(operands.q, operands.entries, "fused", splits, 2)
+    assert plan == Plan(together, splits, 2)
+    hold(case, "bfloat16", mode="fused", splits=splits, groups=2)
 
 
 @interpreted
