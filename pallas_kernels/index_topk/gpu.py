@@ -1,28 +1,28 @@
-"""The indexer's selection on Hopper GPUs: one kernel scores, one chooses."""
+"""The indexer's selection on Hopper GPUs: one kernel, or one that scores and one that chooses."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import Array, lax
 
 from pallas_kernels.hopper import SMS, check_interpreter
+from pallas_kernels.index_topk import gpu_fused
 from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
+from pallas_kernels.index_topk.gpu_plan import chunk_of, how
 from pallas_kernels.index_topk.gpu_scores import GROUPS, TILE, Operands, Shape, orders
+from pallas_kernels.index_topk.gpu_traffic import traffic
 from pallas_kernels.index_topk.packed import PackedKeys, unpack_keys, values
-from pallas_kernels.memory import nbytes
 from pallas_kernels.words import WORD, leading
 
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
 
+__all__ = ["index_topk", "refusal", "traffic"]
+
 DIMS = (32, 64, 128, 256)
 """Dims of a key: a multiple of 16 for wgmma, in whole rows of a swizzle."""
-CHUNK_BYTES = 128 << 10
-"""Shared memory for the queries of the nodes that share a pass over the keys."""
 
 
 def index_topk(
@@ -31,13 +31,12 @@ def index_topk(
     entries: IndexKeys,
     *,
     topk: int,
+    mode: str = "auto",
     splits: int = 0,
-    groups: int = 3,
+    groups: int = 0,
     interpret: Any = None,
 ) -> tuple[Array, Array]:
     """See `op.index_topk`, whose arguments these are.
-
-    Scores go through device memory, four bytes a node and entry; at B = 1 they stay in L2.
 
     Args:
         q: queries, bfloat16.
@@ -45,13 +44,17 @@ def index_topk(
         entries: keys in bfloat16, or packed ones, which are brought to it in shared memory. A
             capacity that is no multiple of 8 is copied to one, of 16 for scales.
         topk: entries to choose at most.
-        splits: blocks of threads that share the keys of a sequence, static; 0: as many as occupy
-            the device.
-        groups: warpgroups that choose for a node, static.
+        mode: `fused`, one kernel, in which scores stay in shared memory; `split`, two kernels,
+            between which they go through device memory, four bytes a node and entry; `auto`: see
+            `how`. Static.
+        splits: blocks of threads that share the keys of a sequence, or of a node where scores stay
+            in shared memory, static; 0: as many as occupy the device.
+        groups: warpgroups that choose for a node, and score where that is one kernel, static;
+            0: two in one kernel, three in two.
         interpret: what `plgpu.kernel` takes, static.
 
     Raises:
-        ValueError: a dtype or size that the kernels do not take.
+        ValueError: a dtype or size that the kernels do not take, or that the mode does not.
     """
     check_interpreter(interpret)
     if (reason := refusal(q, entries)) is not None:
@@ -60,21 +63,45 @@ def index_topk(
     capacity, own = (values(x).shape[1] for x in keys)
     count = jnp.minimum(entries.committed, capacity)
     words = -(-capacity // WORD)
+    if capacity + own <= topk:
+        there = jnp.broadcast_to(leading(count, words)[:, None], (*q.shape[:2], words))
+        return there, entries.own_bits & leading(jnp.array([own]), entries.own_bits.shape[2])
+    sizes, chosen = how(q, entries, mode, splits, groups)
+    if chosen is None:
+        entries = entries._replace(keys=keys[0], own=keys[1])
+        shape = Shape(0, splits, 0, interpret)
+        return _two_kernels(q, weight, entries, (topk, groups), shape)
+    bits = entries.own_bits if own else jnp.zeros((*q.shape[:2], 1), jnp.uint32)
+    operands = gpu_fused.Operands(*_queries(q, weight), *_sources(keys), bits, count)
+    found, ours = gpu_fused.select(operands, sizes, chosen, topk=topk, interpret=interpret)
+    batch, nodes = q.shape[:2]
+    found, ours = (x.reshape(batch, nodes, -1) for x in (found, ours))
+    return found[..., :words], ours[..., : entries.own_bits.shape[2]]
+
+
+def _two_kernels(
+    q: Array, weight: Array, entries: IndexKeys, choice: tuple[int, int], shape: Shape
+) -> tuple[Array, Array]:
+    """One kernel writes the orders of scores, the other reads them and chooses."""
+    keys = entries.keys, entries.own
+    capacity, own = (values(x).shape[1] for x in keys)
+    count = jnp.minimum(entries.committed, capacity)
+    words = -(-capacity // WORD)
     there = jnp.broadcast_to(leading(count, words)[:, None], (*q.shape[:2], words))
     mine = entries.own_bits & leading(jnp.array([own]), entries.own_bits.shape[2])
-    if capacity + own <= topk:
-        return there, mine
     tiles = jnp.stack([-(-count // TILE), -(-count // TILE) + -(-own // TILE)], axis=-1)
     offset = tiles[:, 0] * (TILE // WORD)  # own entries follow the last tile of committed ones
     size = -(-(capacity + own + 2 * TILE) // BLOCK) * BLOCK
     visible = jnp.pad(there, [(0, 0), (0, 0), (0, size // WORD - words)])
     visible = _place(visible, mine, offset)
-    operands, shape = _operands(q, weight, keys, visible, tiles)
-    shape = shape._replace(size=size, splits=splits or shape.splits, interpret=interpret)
+    operands, default = _operands(q, weight, keys, visible, tiles)
+    shape = default._replace(
+        size=size, splits=shape.splits or default.splits, interpret=shape.interpret
+    )
     rank = orders(operands, shape)
-    chosen = choose(rank, tiles, topk=topk, tile=TILE, groups=groups, interpret=interpret)[
-        :, : q.shape[1]
-    ]
+    topk, groups = choice
+    keywords = {"groups": groups or 3, "interpret": shape.interpret}
+    chosen = choose(rank, tiles, topk=topk, tile=TILE, **keywords)[:, : q.shape[1]]
     taken = jnp.clip(offset[:, None] + jnp.arange(mine.shape[2]), 0, size // WORD - 1)
     ours = jnp.take_along_axis(chosen, taken[:, None], axis=2)
     return chosen[..., :words] & there, ours & mine
@@ -103,63 +130,6 @@ def _up_to(multiple: int, rows: Array) -> Array:
     return jnp.pad(rows, [(0, 0), (0, spare), *[(0, 0)] * (rows.ndim - 2)])
 
 
-def traffic(
-    q: Array,
-    weight: Array,
-    entries: IndexKeys,
-    *,
-    topk: int,
-    splits: int = 0,
-    groups: int = 3,
-) -> tuple[int, int, int]:
-    """Bytes that a call reads and writes by the kernels' schedule, and the fewest possible.
-
-    Arguments are those of `index_topk`; abstract ones count every entry as committed. Nodes that
-    share a pass read a key once, and the orders of scores are read once from device memory: they
-    are read anew for each digit of the bisection, from the caches.
-    """
-    batch, nodes, heads, dim = q.shape
-    del splits, groups  # who does the work changes no byte
-    capacity, own = (values(x).shape[1] for x in (entries.keys, entries.own))
-    committed = np.full(batch, capacity)
-    if not isinstance(entries.committed, jax.ShapeDtypeStruct):
-        committed = np.asarray(entries.committed)
-    small = nbytes((q, weight, entries.own, entries.own_bits, entries.committed))
-    results = 4 * batch * nodes * (-(-capacity // WORD) - (-own // WORD))
-    key = dim + 1 if isinstance(entries.keys, PackedKeys) else 2 * dim
-    fewest = small + results + int(committed.sum()) * key
-    if capacity + own <= topk:
-        return small, results, fewest
-    passes = -(-nodes // _chunk(nodes, heads, dim))
-    tiles = int((-(-committed // TILE)).sum()) + batch * -(-own // TILE)
-    copied = _copied(entries, dim)
-    if not isinstance(entries.own, PackedKeys):
-        key = 2 * dim  # brought to it first, if packed
-    read = small + passes * int(committed.sum()) * key
-    # Orders, and the bits of who sees what, before and after.
-    written = 4 * nodes * tiles * TILE + 4 * nodes * tiles * 2
-    read, written = read + written + results, written + 2 * results
-    return read + copied[0], written + copied[1], fewest
-
-
-def _copied(entries: IndexKeys, dim: int) -> tuple[int, int]:
-    """Bytes that bringing the committed keys into the kernel's form reads and writes."""
-    keys = entries.keys
-    batch, capacity, _ = values(keys).shape
-    if not isinstance(keys, PackedKeys):
-        copied = nbytes(keys) if capacity % 8 else 0
-        return copied, copied
-    if not isinstance(entries.own, PackedKeys):
-        return nbytes(keys), batch * capacity * 2 * dim
-    copied = sum(nbytes(x) for x, line in ((keys.value, 8), (keys.scale, 16)) if capacity % line)
-    return copied, copied
-
-
-def _chunk(nodes: int, heads: int, dim: int) -> int:
-    """Nodes whose queries fit into shared memory together."""
-    return max(1, min(nodes, CHUNK_BYTES // (-(-heads // 8) * 8 * dim * 2)))
-
-
 def refusal(q: Array, entries: IndexKeys) -> str | None:
     """Why the kernels cannot take a call, in words, or None; arguments are those of the kernels."""
     for keys in (entries.keys, entries.own):
@@ -174,26 +144,28 @@ def refusal(q: Array, entries: IndexKeys) -> str | None:
     return None
 
 
+def _queries(q: Array, weight: Array, chunk: int = 1) -> tuple[Array, Array]:
+    """Heads padded to 8, as wgmma wants them, and nodes to whole chunks."""
+    batch, nodes, heads, dim = q.shape
+    rows, spare = [(0, 0), (0, -nodes % chunk)], (0, -heads % 8)
+    padded = jnp.pad(q, [*rows, spare, (0, 0)]).reshape(batch, -1, dim)
+    return padded, jnp.pad(weight.astype(jnp.float32), [*rows, spare])
+
+
+def _sources(sources: tuple[Any, Any]) -> tuple[Any, Any]:
+    """Keys as TMA reads them; where there are none the others stand in, and are never read."""
+    committed, own = (_lines(next(y for y in (x, *sources) if values(y).shape[1])) for x in sources)
+    return committed, own
+
+
 def _operands(
     q: Array, weight: Array, sources: tuple[Any, Any], visible: Array, tiles: Array
 ) -> tuple[Operands, Shape]:
-    """Heads and keys padded to 8, as wgmma and TMA want them, and nodes to whole chunks."""
     batch, nodes, heads, dim = q.shape
-    padded = -(-heads // 8) * 8
-    chunk = _chunk(nodes, heads, dim)
-    rows = [(0, 0), (0, -nodes % chunk)]
-    spare = (0, padded - heads)
+    chunk = chunk_of(nodes, heads, dim)
+    visible = jnp.pad(visible, [(0, 0), (0, -nodes % chunk), (0, 0)])
+    operands = Operands(*_queries(q, weight, chunk), *_sources(sources), visible, tiles)
     most = sum(-(-values(x).shape[1] // TILE) for x in sources)
-    # Where there are none the others stand in, and are never read.
-    keys, own = (_lines(next(y for y in (x, *sources) if values(y).shape[1])) for x in sources)
-    operands = Operands(
-        q=jnp.pad(q, [*rows, spare, (0, 0)]).reshape(batch, -1, dim),
-        weight=jnp.pad(weight.astype(jnp.float32), [*rows, spare]),
-        keys=keys,
-        own=own,
-        visible=jnp.pad(visible, [*rows, (0, 0)]),
-        tiles=tiles,
-    )
     blocks = batch * (operands.weight.shape[1] // chunk)
     splits = max(1, min(SMS // blocks, most // (2 * GROUPS)))
     return operands, Shape(chunk, splits, 0, None)

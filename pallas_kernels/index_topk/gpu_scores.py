@@ -63,7 +63,7 @@ class Scratch(NamedTuple):
 
 def orders(operands: Operands, shape: Shape) -> Array:
     """Orders of the scores, `[B, N, size]` uint32; places beyond the last tile are not written."""
-    batch, nodes, heads = operands.weight.shape
+    batch, nodes, _ = operands.weight.shape
     given, tree = jax.tree.flatten(operands)
 
     def kernel(*refs: Any) -> None:
@@ -77,7 +77,7 @@ def orders(operands: Operands, shape: Shape) -> Array:
         grid_names=("chunk", "batch", "split"),
         num_threads=GROUPS,
         thread_name="group",
-        scratch_types=_scratch_types(operands, shape.chunk, heads),
+        scratch_types=scratch_types(operands, shape.chunk),
         compiler_params=plgpu.CompilerParams(
             reduction_scratch_bytes=0, lowering_semantics=LoweringSemantics.Lane
         ),
@@ -86,8 +86,9 @@ def orders(operands: Operands, shape: Shape) -> Array:
     return run(*given)
 
 
-def _scratch_types(operands: Operands, chunk: int, heads: int) -> list[Any]:
-    dtype, dim = operands.q.dtype, operands.q.shape[2]
+def scratch_types(operands: Any, chunk: int, groups: int = GROUPS) -> list[Any]:
+    """The fields of `Scratch` for the queries of a chunk of nodes."""
+    dtype, dim, heads = operands.q.dtype, operands.q.shape[2], operands.weight.shape[2]
     is_packed = isinstance(operands.keys, PackedKeys)
     columns = min(64, dim)
 
@@ -99,14 +100,14 @@ def _scratch_types(operands: Operands, chunk: int, heads: int) -> list[Any]:
     types = [
         swizzled((chunk, heads, dim), dtype),
         plgpu.SMEM((chunk, heads), jnp.float32),
-        swizzled((GROUPS, 1 if is_packed else SLOTS, TILE, dim), dtype),
+        swizzled((groups, 1 if is_packed else SLOTS, TILE, dim), dtype),
         plgpu.Barrier(num_arrivals=chunk + 1),
-        plgpu.Barrier(num_arrivals=2 if is_packed else 1, num_barriers=GROUPS * SLOTS),
+        plgpu.Barrier(num_arrivals=2 if is_packed else 1, num_barriers=groups * SLOTS),
     ]
     if is_packed:
         types += [
-            swizzled((GROUPS, SLOTS, TILE, dim), jnp.float8_e4m3fn),
-            plgpu.SMEM((GROUPS, SLOTS, 2 * TILE), jnp.uint8),
+            swizzled((groups, SLOTS, TILE, dim), jnp.float8_e4m3fn),
+            plgpu.SMEM((groups, SLOTS, 2 * TILE), jnp.uint8),
         ]
     return types
 
@@ -125,15 +126,15 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
 
         @pl.when(tile < committed)
         def _() -> None:
-            _fetch_keys(ref.keys, scratch, (batch, tile * TILE), slot)
+            fetch_keys(ref.keys, scratch, (batch, tile * TILE), slot)
 
         @pl.when(tile >= committed)
         def _() -> None:
-            _fetch_keys(ref.own, scratch, (batch, (tile - committed) * TILE), slot)
+            fetch_keys(ref.own, scratch, (batch, (tile - committed) * TILE), slot)
 
     @pl.when(group == 0)
     def _() -> None:
-        _fetch_queries(ref, scratch, batch, node)
+        fetch_queries(ref, scratch, batch, node)
 
     for slot in range(SLOTS):
 
@@ -146,21 +147,21 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
     @pl.loop(0, steps)
     def _(step: Array) -> None:
         tile, slot = first + step * GROUPS + group, lax.rem(step, SLOTS)
-        keys, scale = _await_keys(scratch, slot)
+        keys, scale = await_keys(scratch, slot)
 
         @pl.loop(0, shape.chunk)
         def _(i: Array) -> None:
-            score = _score(scratch, keys, i)
+            score = score_tile(scratch, keys, i)
             score = score if scale is None else score * scale
             words = [ref.visible[batch, node + i, 2 * tile + half] for half in range(2)]
-            out[batch, node + i, pl.ds(tile * TILE, TILE)] = _order(score, words)
+            out[batch, node + i, pl.ds(tile * TILE, TILE)] = order_of(score, words)
 
         @pl.when(step + SLOTS < steps)
         def _() -> None:
             fetch(step + SLOTS)
 
 
-def _fetch_queries(ref: Operands, scratch: Scratch, batch: Array, node: Array) -> None:
+def fetch_queries(ref: Any, scratch: Scratch, batch: Array, node: Array) -> None:
     """Starts the copies of the chunk's queries and head weights, from its first node on."""
     chunk, heads = scratch.weight.shape
     for i in range(chunk):
@@ -170,7 +171,7 @@ def _fetch_queries(ref: Operands, scratch: Scratch, batch: Array, node: Array) -
     plgpu.copy_gmem_to_smem(weights, scratch.weight, scratch.ready)
 
 
-def _fetch_keys(keys: Any, scratch: Scratch, at: tuple[Array, Array], slot: Array) -> None:
+def fetch_keys(keys: Any, scratch: Scratch, at: tuple[Array, Array], slot: Array) -> None:
     """Starts the copies of 64 keys from a (sequence, row) on; rows beyond the end are zeros."""
     batch, row = at
     group = lax.axis_index("group")
@@ -183,7 +184,7 @@ def _fetch_keys(keys: Any, scratch: Scratch, at: tuple[Array, Array], slot: Arra
         plgpu.copy_gmem_to_smem(scales, scratch.scale.at[group, slot], barrier)
 
 
-def _await_keys(scratch: Scratch, slot: Array) -> tuple[Any, Array | None]:
+def await_keys(scratch: Scratch, slot: Array) -> tuple[Any, Array | None]:
     """The warpgroup's keys in bfloat16, once they are here, and the scales of packed ones."""
     group = lax.axis_index("group")
     plgpu.barrier_wait(scratch.key_ready.at[group * SLOTS + slot])
@@ -207,7 +208,7 @@ def _unpack(scratch: Scratch, slot: Array) -> Array:
     return lax.bitcast_convert_type(bits << jnp.uint32(23), jnp.float32)
 
 
-def _score(scratch: Scratch, keys: Any, node: Array) -> Array:
+def score_tile(scratch: Scratch, keys: Any, node: Array | int) -> Array:
     """sum_h weight_h relu(q_h . key) of 64 keys."""
     heads = scratch.weight.shape[1]
 
@@ -220,12 +221,13 @@ def _score(scratch: Scratch, keys: Any, node: Array) -> Array:
     return (jnp.maximum(dots, 0.0) * lax.broadcast_in_dim(weight, dots.shape, (1,))).sum(axis=1)
 
 
-def _order(score: Array, words: list[Array]) -> Array:
-    """Rises with the score, -0 like 0; 0 where the bit of a key is not set."""
-    bits = lax.bitcast_convert_type(score + 0.0, jnp.uint32)
+def order_of(score: Array, words: list[Array], there: Array | int = TILE) -> Array:
+    """Rises with the score, -0 like 0; 0 where the bit of a key is not set or it is not there."""
+    bits = lax.bitcast_convert_type(score, jnp.uint32)
+    bits = jnp.where(score == 0.0, jnp.uint32(0), bits)  # -0 becomes 0; a zero added may be dropped
     sign = jnp.uint32(SIGN)
     order = jnp.where(bits < sign, bits | sign, ~bits)
     place = plgpu.broadcasted_iota(jnp.int32, (TILE,), 0, layout=ROW)
     word = jnp.where(place < 32, words[0], words[1])
     seen = ((word >> (place & 31).astype(jnp.uint32)) & jnp.uint32(1)) == jnp.uint32(1)
-    return jnp.where(seen, order, jnp.uint32(0))
+    return jnp.where(seen & (place < there), order, jnp.uint32(0))

@@ -10,16 +10,30 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from pallas_kernels.index_topk import gpu
+from pallas_kernels.index_topk import gpu, gpu_plan
 from pallas_kernels.index_topk.gpu_choice import BLOCK, choose
+from pallas_kernels.index_topk.gpu_exchange import Exchange
+from pallas_kernels.index_topk.gpu_fused import Part
+from pallas_kernels.index_topk.gpu_plan import MOST_NODES, UNIT, Plan, Sizes, how
 from pallas_kernels.index_topk.packed import unpack_keys
-from tests.pallas_kernels.cases_index_topk import CASES, Case, check, make, unpack
+from tests.pallas_kernels.cases_index_topk import (
+    CASES,
+    TRUE_CASES,
+    Case,
+    avals,
+    check,
+    make,
+    unpack,
+)
 
 interpreted = pytest.mark.skipif(
     not hasattr(plgpu, "InterpretGPUParams"),
-    reason="this jax's interpreter of GPU kernels transposes no operand of wgmma; 0.12's does",
+    reason="this jax's interpreter of GPU kernels transposes no operand of wgmma, and knows no "
+    "barriers of clusters; 0.12's does both",
 )
 BY_NAME = {case.name: case for case in CASES}
+UNITS = Case("units", 2, 4, 32, 9000, (9000, 4097, 1), 2, 40, whole=True)
+"""Entries of three units, which blocks of a cluster share, and sequences that fill one or two."""
 
 
 def hold(case: Case, dtype: str, **keywords: Any) -> None:
@@ -35,32 +49,115 @@ def hold(case: Case, dtype: str, **keywords: Any) -> None:
 
 @interpreted
 @pytest.mark.parametrize(
-    ("name", "dtype"),
+    ("name", "dtype", "mode"),
     [
-        ("nano-ties", "bfloat16"),
-        ("nano-few-entries", "bfloat16"),
-        ("nano-one-node", "bfloat16"),
-        ("nano-one-node", "fp8"),
-        ("nano-one-entry", "fp8"),
+        ("nano-ties", "bfloat16", "fused"),
+        ("nano-few-entries", "bfloat16", "auto"),
+        ("nano-one-node", "fp8", "split"),
     ],
 )
-def test_a_few_cases_agree_with_the_definition(name: str, dtype: str) -> None:
-    hold(BY_NAME[name], dtype)
+def test_a_few_cases_agree_with_the_definition(name: str, dtype: str, mode: str) -> None:
+    hold(BY_NAME[name], dtype, mode=mode)
+
+
+@interpreted
+def test_a_cluster_agrees_with_the_definition() -> None:
+    hold(UNITS._replace(nodes=1, own=1, committed=(4500,)), "bfloat16", mode="fused", splits=2)
 
 
 @interpreted
 @pytest.mark.slow
+@pytest.mark.parametrize("mode", ["fused", "split"])
 @pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_every_case_agrees_with_the_definition(case: Case, dtype: str) -> None:
-    hold(case, dtype)
+def test_every_case_agrees_with_the_definition(case: Case, dtype: str, mode: str) -> None:
+    if mode == "fused" and case.nodes > MOST_NODES:
+        pytest.skip("one kernel is for trees")
+    # Clusters of two at most: blocks are threads too.
+    splits = min(2, -(-case.capacity // UNIT)) if mode == "fused" else 0
+    hold(case, dtype, mode=mode, splits=splits)
 
 
 @interpreted
 @pytest.mark.slow
 @pytest.mark.parametrize("keywords", [{"groups": 2}, {"splits": 1}, {"splits": 3}], ids=str)
-def test_who_does_the_work_changes_nothing(keywords: dict[str, int]) -> None:
-    hold(BY_NAME["nano-tree"]._replace(nodes=2, own=2), "bfloat16", **keywords)
+def test_who_does_the_work_of_two_kernels_changes_nothing(keywords: dict[str, int]) -> None:
+    case = BY_NAME["nano-tree"]._replace(nodes=2, own=2)
+    hold(case, "bfloat16", mode="split", **keywords)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_blocks_of_a_cluster_share_a_node(dtype: str) -> None:
+    hold(UNITS, dtype, mode="fused", splits=2)
+
+
+@interpreted
+@pytest.mark.slow
+@pytest.mark.parametrize("splits", [1, 2])
+@pytest.mark.parametrize("together", [1, 2])
+def test_warpgroups_share_a_node_or_have_one_each(
+    monkeypatch: pytest.MonkeyPatch, splits: int, together: int
+) -> None:
+    """On a device of one multiprocessor two nodes share a pass over the keys."""
+    if together == 2:
+        monkeypatch.setattr(gpu_plan, "SMS", 1)
+    case = BY_NAME["nano-ties"]._replace(nodes=2, own=2, committed=(200,))
+    operands = make(case, "bfloat16")
+    _, plan = how(operands.q, operands.entries, "fused", splits, 2)
+    assert plan == Plan(together, splits, 2)
+    hold(case, "bfloat16", mode="fused", splits=splits, groups=2)
+
+
+@interpreted
+@pytest.mark.slow
+def test_counts_that_are_read_before_all_have_met_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Exchange, "meet", lambda self: None)
+    with pytest.raises(Exception, match="RACE DETECTED"):
+        hold(UNITS._replace(committed=(4500,)), "bfloat16", mode="fused", splits=2)
+
+
+@pytest.mark.parametrize("parts", [1, 2, 4, 8])
+def test_every_entry_has_one_place(parts: int) -> None:
+    """And places are within the memory of a block."""
+    sizes = Sizes(1, 1, 8, 32, 9 * UNIT, 70, False)
+    plan = Plan(1, parts, 1)
+    for count in (0, 1, UNIT, UNIT + 1, 3 * UNIT, 5 * UNIT - 1, 8 * UNIT, 9 * UNIT - 63, 9 * UNIT):
+        committed, own = np.zeros(sizes.capacity, int), np.zeros(sizes.own, int)
+        for number in range(parts):
+            part = Part(sizes, plan, jnp.int32(number), jnp.int32(count))
+            row = jnp.arange(int(part.rows))
+            assert len(row) <= plan.rows(sizes)
+            for is_own, start, left in zip(*map(np.asarray, part.source(row)), strict=True):
+                (own if is_own else committed)[start : start + min(64, max(0, left))] += 1
+        assert (committed == (np.arange(sizes.capacity) < count)).all()
+        assert (own == 1).all()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "fp8"])
+def test_trees_keep_their_scores_on_the_chip(dtype: str) -> None:
+    for case in TRUE_CASES:
+        operands = avals(case, dtype)
+        _, plan = how(operands.q, operands.entries, "auto", 0, 0)
+        assert (plan is not None) == (case.nodes <= MOST_NODES)
+        read, written, fewest = gpu.traffic(*operands, topk=case.topk)
+        if case.nodes <= 8:
+            assert fewest <= read + written <= 1.15 * fewest
+        split = gpu.traffic(*operands, topk=case.topk, mode="split")
+        orders = 4 * case.nodes * case.batch * case.capacity
+        assert split[1] - written >= orders * (plan is not None)
+
+
+def test_scores_that_do_not_fit_go_through_device_memory() -> None:
+    operands = avals(TRUE_CASES[0]._replace(capacity=1 << 20), "bfloat16")
+    assert how(operands.q, operands.entries, "auto", 0, 0)[1] is None
+    with pytest.raises(ValueError, match="use 'split'"):
+        how(operands.q, operands.entries, "fused", 0, 0)
+    with pytest.raises(ValueError, match="unknown mode"):
+        how(operands.q, operands.entries, "both", 0, 0)
 
 
 @interpreted
