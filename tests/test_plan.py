@@ -253,3 +253,22 @@ def test_the_command_prints_judges_and_writes(
     assert names == [job.name for job in jobs("index_topk", "tpu") if "64k B=8" in job.name]
     assert command.main(["kernels", "--target", "v6e", "--case", "9k"]) == 2
     assert "no case has '9k'" in capsys.readouterr().err
+
+
+def test_an_op_without_a_kernel_for_the_target_is_said(monkeypatch, capsys) -> None:
+    def compile_all(target, wanted, timeout):
+        assert wanted
+        yield from (Outcome(job, True, kernels=(Kernel("some"),)) for job in wanted)
+
+    monkeypatch.setattr(command, "compile_all", compile_all)
+    monkeypatch.setattr(command, "require", TARGETS.__getitem__)
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "1.2.3")
+    asked = ["kernels", "--target", "h200", "--op", "grouped_matmul"]
+    assert command.main(asked) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "grouped_matmul: no kernel for GPUs" in said
+    assert command.main([*asked, "index_topk"]) == 0
+    out = capsys.readouterr().out
+    assert "grouped_matmul: no kernel for GPUs" in out
+    assert "0 of" not in out

@@ -15,8 +15,6 @@ SAMPLE = "8k B=1 N=8 bf16", "M=8 bf16"
 KNOWN = [
     # A TPU fetches 16-bit rows in pairs and bytes by fours: selections far apart cost both.
     ("tpu", r"tree_attention csa (64k|1M) .* (bf16|bytes)", "moves"),
-    # There is none for GPUs: `auto` takes the definition, XLA's ragged product.
-    ("gpu", r"grouped_matmul", "does not compile"),
 ]
 """Limits that are known to be broken: kind of target, name of the job, what is said; why, above."""
 

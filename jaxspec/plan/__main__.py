@@ -18,7 +18,7 @@ from jaxspec.command import Parser, conclude
 from jaxspec.errors import UsageError
 from jaxspec.plan import table
 from jaxspec.plan.compile import TIMEOUT, compile_all
-from jaxspec.plan.kernels import OPS, jobs
+from jaxspec.plan.kernels import NO_KERNEL, OPS, jobs
 from jaxspec.plan.program import Outcome
 from jaxspec.plan.targets import TARGETS, Target, require
 from jaxspec.settings import nearest
@@ -85,14 +85,24 @@ def prepare(argv: Sequence[str]) -> tuple[argparse.Namespace, Target]:
 def compile_kernels(args: argparse.Namespace, target: Target) -> list[Outcome]:
     """Compiles what is asked for and prints each outcome as it comes."""
     chosen = [job for op in args.op for job in jobs(op, target.kind)]
+    if not chosen:
+        raise UsageError(f"nothing to compile: {_lacks(args, target)[0]}")
     chosen = [job for job in chosen if args.case is None or args.case in job.name]
     if not chosen:
         raise UsageError(f"no case has {args.case!r} in its name")
+    for line in _lacks(args, target):
+        print(line)
     outcomes = []
     for outcome in compile_all(target, chosen, args.timeout):
         print(table.describe(outcome, target), flush=True)
         outcomes.append(outcome)
     return outcomes
+
+
+def _lacks(args: argparse.Namespace, target: Target) -> list[str]:
+    """A line for each op that has no kernel for the target."""
+    found = {op: NO_KERNEL.get((op, target.kind)) for op in args.op}
+    return [f"{op}: {words}" for op, words in found.items() if words]
 
 
 def main(argv: Sequence[str] | None = None) -> int:

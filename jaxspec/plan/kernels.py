@@ -13,10 +13,14 @@ RATIOS = (4, 128)
 ENTRY_FORMS = {"tpu": ("bf16", "words", "bytes"), "gpu": ("bf16", "fp8")}
 """How committed entries are stored; `words` and `bytes` are bfloat16 and FP8 in a TPU's layout."""
 OPS = ("tree_attention", "index_topk", "grouped_matmul", "hyper_mixing")
+NO_KERNEL = {("grouped_matmul", "gpu"): "no kernel for GPUs; 'auto' takes the definition there"}
+"""Op and kind of target that have none, and what is to say of it."""
 
 
 def jobs(op: str, impl: str) -> list[Job]:
     """What to compile of one op: trees at every context and batch, then one token and a chunk."""
+    if (op, impl) in NO_KERNEL:
+        return []
     return {
         "tree_attention": _attention_jobs,
         "index_topk": _index_jobs,

@@ -1,7 +1,7 @@
-"""The conformance shapes of the indexer and the experts, compiled for devices that are not here.
+"""The conformance shapes of the indexer and the experts, compiled for TPUs that are not here.
 
-Those of tree attention, and the released sizes of all, are in `test_tree_attention_aot.py` and
-`test_plan_kernels.py`.
+Those of tree attention, and of the kernels for GPUs, are in files of their own; the released sizes
+of all in `test_plan_kernels.py`.
 """
 
 from __future__ import annotations
@@ -20,14 +20,11 @@ from jaxspec.plan.targets import TARGETS, missing
 from tests.pallas_kernels import cases_grouped_matmul, cases_index_topk
 
 TPUS = sorted(name for name, target in TARGETS.items() if target.kind == "tpu")
-GPUS = sorted(name for name, target in TARGETS.items() if target.kind == "gpu")
-KINDS = {"tpu": cases_index_topk.DTYPES, "gpu": ("bfloat16", "fp8")}
-"""What a GPU multiplies is bfloat16: wgmma has no float32."""
 
 
-def program(op: str, impl: str, case: str, kind: str) -> Program:
+def program(op: str, case: str, kind: str) -> Program:
     """A kernel's call at the shapes of a case; `kind` is that of keys or weights."""
-    kernel = importlib.import_module(f"pallas_kernels.{op}.{impl}")
+    kernel = importlib.import_module(f"pallas_kernels.{op}.tpu")
     if op == "index_topk":
         cases, static = cases_index_topk, {"topk": find(cases_index_topk, case).topk}
     else:
@@ -54,13 +51,13 @@ def hold(target_name: str, jobs: list[Job], *, without_kernel: frozenset[str] = 
         assert broken == [], table.describe(outcome, target)
 
 
-def jobs_of(op: str, impl: str, names: list[str], kinds: tuple[str, ...]) -> list[Job]:
+def jobs_of(op: str, names: list[str], kinds: tuple[str, ...]) -> list[Job]:
     cases = cases_index_topk if op == "index_topk" else cases_grouped_matmul
     return [
         Job(
             f"{op} {name} {kind}",
             f"{__name__}:program",
-            {"op": op, "impl": impl, "case": name, "kind": kind},
+            {"op": op, "case": name, "kind": kind},
         )
         for name in names
         for kind in kinds
@@ -77,11 +74,10 @@ FEW = frozenset(
 @pytest.mark.aot
 @pytest.mark.slow
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("target", [*TPUS, *GPUS])
+@pytest.mark.parametrize("target", TPUS)
 def test_every_selection_compiles(target: str) -> None:
-    kind = TARGETS[target].kind
     names = [case.name for case in cases_index_topk.CASES]
-    hold(target, jobs_of("index_topk", kind, names, KINDS[kind]), without_kernel=FEW)
+    hold(target, jobs_of("index_topk", names, cases_index_topk.DTYPES), without_kernel=FEW)
 
 
 @pytest.mark.aot
@@ -90,4 +86,4 @@ def test_every_selection_compiles(target: str) -> None:
 @pytest.mark.parametrize("target", TPUS)
 def test_every_product_of_experts_compiles(target: str) -> None:
     names = [case.name for case in cases_grouped_matmul.CASES]
-    hold(target, jobs_of("grouped_matmul", "tpu", names, cases_grouped_matmul.KINDS))
+    hold(target, jobs_of("grouped_matmul", names, cases_grouped_matmul.KINDS))
