@@ -3,8 +3,8 @@
 The blocks are a cluster. Each leaves its sum of keys, not normalised, and the statistics of its
 softmax in its own shared memory, where keys lay, and then joins some of the columns out of the
 shared memory of all blocks (distributed shared memory). No partial result goes through device
-memory. The interpreter knows neither clusters nor peers' memory: there the parts are results of the
-kernel, and the same arithmetic joins the same pieces.
+memory. The interpreter does not read peers' memory: there the parts are results of the kernel, and
+the same arithmetic joins the same pieces.
 """
 
 from __future__ import annotations
