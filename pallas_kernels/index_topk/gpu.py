@@ -145,11 +145,11 @@ def refusal(q: Array, entries: IndexKeys) -> str | None:
 
 
 def _queries(q: Array, weight: Array, chunk: int = 1) -> tuple[Array, Array]:
-    """Heads padded to 8, as wgmma wants them, and nodes to whole chunks."""
+    """Heads padded to 8 for wgmma, weights to the 128 bytes of a copy, nodes to whole chunks."""
     batch, nodes, heads, dim = q.shape
     rows, spare = [(0, 0), (0, -nodes % chunk)], (0, -heads % 8)
     padded = jnp.pad(q, [*rows, spare, (0, 0)]).reshape(batch, -1, dim)
-    return padded, jnp.pad(weight.astype(jnp.float32), [*rows, spare])
+    return padded, jnp.pad(weight.astype(jnp.float32), [*rows, (0, -heads % 32)])
 
 
 def _sources(sources: tuple[Any, Any]) -> tuple[Any, Any]:

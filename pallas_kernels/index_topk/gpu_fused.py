@@ -40,7 +40,7 @@ class Operands(NamedTuple):
     """Arrays, or references to them in global memory."""
 
     q: Any  # [B, N heads, ci]
-    weight: Any  # [B, N, heads] float32, heads a multiple of 8
+    weight: Any  # [B, N, heads in 32s] float32
     keys: Any  # [B, C, ci], or `PackedKeys` with the bits of their scales, uint8
     own: Any  # [B, J, ci], in the form of `keys`
     own_bits: Any  # [B, N, words] uint32

@@ -42,7 +42,7 @@ class Operands(NamedTuple):
     """Arrays, or references to them in global memory."""
 
     q: Any  # [B, N heads, ci]
-    weight: Any  # [B, N, heads] float32, N a multiple of the chunk, heads of 8
+    weight: Any  # [B, N, heads in 32s] float32, N a multiple of the chunk
     keys: Any  # [B, C, ci], or `PackedKeys` with the bits of their scales, uint8
     own: Any  # [B, J, ci], in the form of `keys`
     visible: Any  # [B, N, words] uint32, by place: committed keys, then own ones
@@ -53,7 +53,7 @@ class Scratch(NamedTuple):
     """References to shared memory and barriers."""
 
     q: Any  # [chunk, heads, ci]
-    weight: Any  # [chunk, heads]
+    weight: Any  # [chunk, heads in 32s]
     keys: Any  # [GROUPS, SLOTS, 64, ci]; one slot where keys are packed
     ready: Any
     key_ready: Any
@@ -88,7 +88,9 @@ def orders(operands: Operands, shape: Shape) -> Array:
 
 def scratch_types(operands: Any, chunk: int, groups: int = GROUPS) -> list[Any]:
     """The fields of `Scratch` for the queries of a chunk of nodes."""
-    dtype, dim, heads = operands.q.dtype, operands.q.shape[2], operands.weight.shape[2]
+    dtype, dim = operands.q.dtype, operands.q.shape[2]
+    _, nodes, weights = operands.weight.shape
+    heads = operands.q.shape[1] // nodes
     is_packed = isinstance(operands.keys, PackedKeys)
     columns = min(64, dim)
 
@@ -99,7 +101,7 @@ def scratch_types(operands: Any, chunk: int, groups: int = GROUPS) -> list[Any]:
 
     types = [
         swizzled((chunk, heads, dim), dtype),
-        plgpu.SMEM((chunk, heads), jnp.float32),
+        plgpu.SMEM((chunk, weights), jnp.float32),
         swizzled((groups, 1 if is_packed else SLOTS, TILE, dim), dtype),
         plgpu.Barrier(num_arrivals=chunk + 1),
         plgpu.Barrier(num_arrivals=2 if is_packed else 1, num_barriers=groups * SLOTS),
@@ -163,7 +165,7 @@ def _block(ref: Operands, out: Any, scratch: Scratch, shape: Shape) -> None:
 
 def fetch_queries(ref: Any, scratch: Scratch, batch: Array, node: Array) -> None:
     """Starts the copies of the chunk's queries and head weights, from its first node on."""
-    chunk, heads = scratch.weight.shape
+    chunk, heads = scratch.q.shape[:2]
     for i in range(chunk):
         rows = pl.ds((node + i) * heads, heads)
         plgpu.copy_gmem_to_smem(ref.q.at[batch, rows], scratch.q.at[i], scratch.ready)
@@ -210,14 +212,14 @@ def _unpack(scratch: Scratch, slot: Array) -> Array:
 
 def score_tile(scratch: Scratch, keys: Any, node: Array | int) -> Array:
     """sum_h weight_h relu(q_h . key) of 64 keys."""
-    heads = scratch.weight.shape[1]
+    heads = scratch.q.shape[1]
 
     def product(acc: Any) -> Array:
         plgpu.wgmma(acc, keys, scratch.q.at[node].transpose((1, 0)))
         return acc[...]
 
     dots = pl.run_scoped(product, plgpu.ACC((TILE, heads), jnp.float32))
-    weight = plgpu.layout_cast(scratch.weight[node], COLUMN)
+    weight = plgpu.layout_cast(scratch.weight[node, :heads], COLUMN)
     return (jnp.maximum(dots, 0.0) * lax.broadcast_in_dim(weight, dots.shape, (1,))).sum(axis=1)
 
 
