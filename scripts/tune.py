@@ -28,7 +28,7 @@ CANDIDATES: dict[tuple[str, str], list[dict[str, Any]]] = {
     ("tree_attention", "tpu"): [{"entry_tile": tile} for tile in (512, 1024, 2048)],
     ("index_topk", "tpu"): [{"tile": tile} for tile in (1024, 512, 2048, 4096)],
     ("grouped_matmul", "tpu"): [{"block_bytes": mib << 20} for mib in (6, 2, 4, 8)],
-    ("tree_attention", "gpu"): [{"splits": splits} for splits in (1, 2, 4, 8, 16, 32)],
+    ("tree_attention", "gpu"): [{"splits": splits} for splits in (1, 2, 4, 8)],
     ("index_topk", "gpu"): [{"groups": groups} for groups in (3, 2, 1)],
 }
 """Choices to try of an op and a platform."""
