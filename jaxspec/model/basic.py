@@ -9,6 +9,7 @@ import numpy as np
 from jax import Array
 
 from jaxspec.config import ModelConfig
+from pallas_kernels.precision import precision_of
 
 Rotation = tuple[Array, Array]
 """Cosine and sine `[..., r / 2]`, float32."""
@@ -31,7 +32,12 @@ def project(x: Array, weight: Array) -> Array:
 def project_float32(x: Array, weight: Array) -> Array:
     """`x [..., in] @ weight [in, out]` accumulated and returned in float32."""
     rows = x.reshape(-1, x.shape[-1])
-    out = jnp.matmul(rows, weight.astype(x.dtype), preferred_element_type=jnp.float32)
+    out = jnp.matmul(
+        rows,
+        weight.astype(x.dtype),
+        precision=precision_of(x.dtype),
+        preferred_element_type=jnp.float32,
+    )
     return out.reshape(*x.shape[:-1], weight.shape[-1])
 
 

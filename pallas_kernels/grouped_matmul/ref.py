@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 from jax import Array
@@ -13,6 +15,7 @@ from pallas_kernels.grouped_matmul.packed import (
     Fp8Weights,
     Weights,
 )
+from pallas_kernels.precision import precision_of
 
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # by the three bits below the sign
 
@@ -28,16 +31,17 @@ def grouped_matmul(
     expert, weight, live = routing
     w1, w3, w2 = (dequantise(w).astype(jnp.float32).swapaxes(1, 2) for w in weights)
     rows, choices = expert.shape
+    product = partial(jax.lax.ragged_dot, precision=precision_of(w1.dtype))
     x = jnp.where(live[:, None], x, 0).astype(jnp.float32)
     weight = jnp.where(live[:, None], weight, 0)
 
     order = jnp.argsort(expert.reshape(-1), stable=True)
     sizes = jnp.bincount(expert.reshape(-1), length=len(w1))
     sorted_x = x[order // choices]
-    gate = jnp.minimum(jax.lax.ragged_dot(sorted_x, w1, sizes), limit)
-    up = jnp.clip(jax.lax.ragged_dot(sorted_x, w3, sizes), -limit, limit)
+    gate = jnp.minimum(product(sorted_x, w1, sizes), limit)
+    up = jnp.clip(product(sorted_x, w3, sizes), -limit, limit)
     hidden = weight.reshape(-1)[order][:, None] * jax.nn.silu(gate) * up
-    down = jax.lax.ragged_dot(hidden, w2, sizes)
+    down = product(hidden, w2, sizes)
 
     pairs = jnp.zeros_like(down).at[order].set(down)
     return jnp.where(live[:, None], pairs.reshape(rows, choices, -1).sum(1), 0)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from pallas_kernels.grouped_matmul.packed import FP4_GROUP, FP8_BLOCK
+from pallas_kernels.precision import precision_of
 
 CHUNK = 128  # outputs whose weights are unpacked at a time
 
@@ -75,7 +76,7 @@ def split_parity(x: Array) -> Array:
     return lax.dot(
         x,
         moved.astype(x.dtype),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=precision_of(x.dtype),
         preferred_element_type=jnp.float32,
     ).astype(x.dtype)
 
@@ -85,7 +86,7 @@ def _dot(x: Array, w: Array) -> Array:
         x,
         w,
         (((1,), (1,)), ((), ())),
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=precision_of(x.dtype),
         preferred_element_type=jnp.float32,
     )
 

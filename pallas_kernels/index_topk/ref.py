@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from pallas_kernels.index_topk.packed import unpack_keys
+from pallas_kernels.precision import precision_of
 
 if TYPE_CHECKING:
     from pallas_kernels.index_topk.op import IndexKeys
@@ -19,7 +20,13 @@ LOWEST = jnp.finfo(jnp.float32).min
 
 def index_scores(q: Array, weight: Array, keys: Array) -> Array:
     """sum_h weight_h relu(q_h . key): `[B, N, M]` float32."""
-    dots = jnp.einsum("bnhc,bmc->bnhm", q, keys, preferred_element_type=jnp.float32)
+    dots = jnp.einsum(
+        "bnhc,bmc->bnhm",
+        q,
+        keys,
+        precision=precision_of(jnp.promote_types(q.dtype, keys.dtype)),
+        preferred_element_type=jnp.float32,
+    )
     return (jax.nn.relu(dots) * weight[..., None]).sum(2)
 
 

@@ -30,6 +30,7 @@ from pallas_kernels.index_topk.tpu_bisection import (
     unpack_chunk,
 )
 from pallas_kernels.index_topk.tpu_plan import VMEM_LIMIT, Plan, make_plan, traffic
+from pallas_kernels.precision import precision_of
 from pallas_kernels.words import WORD, leading
 
 if TYPE_CHECKING:
@@ -190,7 +191,7 @@ def _scores(refs: Refs, plan: Plan, group: Any, keys: Array) -> list[Array]:
         keys.astype(dtype),
         (((1,), (1,)), ((), ())),
         preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
+        precision=precision_of(dtype),
     )
     weight = refs.spread[group]
     chunks = []

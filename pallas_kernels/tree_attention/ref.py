@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from pallas_kernels.precision import precision_of
 from pallas_kernels.tree_attention.forms import plain, quantise
 from pallas_kernels.tree_attention.sources import Committed, Own
 
@@ -40,7 +41,13 @@ def _seen(keys: Array, mask: Array) -> Array:
 
 def scores(q: Array, keys: Array, mask: Array) -> Array:
     """Scaled scores `[B, N, H, M]` float32, finite where masked."""
-    dots = jnp.einsum("bnhk,bmk->bnhm", q, keys, preferred_element_type=jnp.float32)
+    dots = jnp.einsum(
+        "bnhk,bmk->bnhm",
+        q,
+        keys,
+        precision=precision_of(jnp.promote_types(q.dtype, keys.dtype)),
+        preferred_element_type=jnp.float32,
+    )
     return jnp.where(mask[:, :, None], dots * q.shape[-1] ** -0.5, LOWEST)
 
 
@@ -60,7 +67,11 @@ def source(q: Array, keys: Array, mask: Array) -> Source:
 def weighted_sum(keys: Array, weight: Array) -> Array:
     """Keys `[B, M, K]`, which are values too, under weights `[B, N, H, M]`: `[B, N, H, K]`."""
     return jnp.einsum(
-        "bnhm,bmk->bnhk", weight.astype(keys.dtype), keys, preferred_element_type=jnp.float32
+        "bnhm,bmk->bnhk",
+        weight.astype(keys.dtype),
+        keys,
+        precision=precision_of(keys.dtype),
+        preferred_element_type=jnp.float32,
     )
 
 

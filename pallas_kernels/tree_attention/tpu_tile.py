@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from pallas_kernels.precision import precision_of
 from pallas_kernels.tree_attention.sources import FP8_GROUP
 from pallas_kernels.words import WORD
 
@@ -65,7 +66,7 @@ def _product(x: Array, keys: Array, axis: int) -> Array:
         keys,
         (((1,), (axis,)), ((), ())),
         preferred_element_type=jnp.float32,
-        precision=lax.Precision.HIGHEST if x.dtype == jnp.float32 else None,
+        precision=precision_of(x.dtype),
     )
 
 
