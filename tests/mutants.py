@@ -40,6 +40,12 @@ INDEX_CPU = "pallas_kernels/index_topk/cpu.py"
 EXPERTS = "pallas_kernels/grouped_matmul/ref.py"
 EXPERTS_CPU = "pallas_kernels/grouped_matmul/cpu.py"
 MIXING = "pallas_kernels/hyper_mixing/ref.py"
+MIXING_TPU = "pallas_kernels/hyper_mixing/tpu.py"
+HYPER = "jaxspec/model/hyper.py"
+CLUSTER = "pallas_kernels/tree_attention/gpu_cluster.py"
+EXCHANGE = "pallas_kernels/index_topk/gpu_exchange.py"
+INDEX_PLAN = "pallas_kernels/index_topk/gpu_plan.py"
+FORMS = "pallas_kernels/tree_attention/forms.py"
 
 WALKS = "test_verify.py::test_walk_follows_matching_live_children"
 NARROWING = "test_narrowing.py::test_narrowing_equals_sorting"
@@ -71,6 +77,14 @@ LONG_CHAINS = (
     "pallas_kernels/test_tree_attention_cpu.py::"
     "test_a_chain_longer_than_the_window_agrees_with_the_definition"
 )
+OF_STREAMS = "test_operations.py::test_streams_are_collected_and_spread_by_their_weights"
+TRAINS = "test_train.py::test_training_takes_what_has_gradients"
+JOINS = "pallas_kernels/test_gpu_cluster.py::test_blocks_join_between_two_barriers"
+COUNTS = (
+    "pallas_kernels/test_gpu_exchange.py::test_all_who_share_a_node_learn_the_sums_of_all_blocks"
+)
+MIXES = "pallas_kernels/test_hyper_mixing.py::test_tpu"
+PLACES = "pallas_kernels/test_index_topk_gpu.py::test_every_entry_has_one_place"
 PAIRS = "pallas_kernels/test_grouped_matmul.py::test_equals_a_loop_over_pairs"
 
 _TREES_AND_CHOICES = (
@@ -1015,7 +1029,7 @@ _KERNELS = (
     ),
     Mutant(
         "float32 entries are held in words of bfloat16",
-        "pallas_kernels/tree_attention/forms.py",
+        FORMS,
         "if on_tpu and entries.dtype == jnp.bfloat16 and",
         "if on_tpu and",
         "test_entries.py::test_a_state_for_tpu_kernels_holds_words",
@@ -1058,4 +1072,98 @@ _KERNELS = (
     ),
 )
 
-MUTANTS = (*_TREES_AND_CHOICES, *_DRAFTING, *_STATE, *_MODEL, *_KERNELS)
+_CLUSTERS_AND_STREAMS = (
+    Mutant(
+        "first stream is left out",
+        HYPER,
+        "for j in range(streams.shape[-2]))",
+        "for j in range(1, streams.shape[-2]))",
+        OF_STREAMS,
+    ),
+    Mutant(
+        "streams mix by the transpose",
+        HYPER,
+        "mixing.mix[..., k])",
+        "mixing.mix[..., k, :])",
+        OF_STREAMS,
+    ),
+    Mutant(
+        "sums over streams are reductions everywhere",
+        HYPER,
+        'return target_platform() == "cpu"',
+        "return True",
+        OF_STREAMS,
+    ),
+    Mutant(
+        "mixing weights by a choice of their own",
+        HYPER,
+        "        impl=impl,\n",
+        '        impl="auto",\n',
+        TRAINS,
+    ),
+    Mutant(
+        "training takes kernels",
+        "jaxspec/model/backends.py",
+        'return "auto" if target_platform() == "cpu" else "ref"',
+        'return "auto"',
+        TRAINS,
+    ),
+    Mutant(
+        "exponentials of mixing logits overflow",
+        MIXING_TPU,
+        "jnp.exp(x - top)",
+        "jnp.exp(x)",
+        MIXES,
+    ),
+    Mutant(
+        "every step mixes the first rows",
+        MIXING_TPU,
+        "lambda i: (0, i, 0)",
+        "lambda i: (0, 0, 0)",
+        MIXES,
+    ),
+    Mutant(
+        "entries are words only where TPU kernels are named",
+        FORMS,
+        'impl == "tpu" or (impl == "auto" and target_platform() == "tpu")',
+        'impl == "tpu"',
+        "test_entries.py::test_the_platform_decides_where_nothing_is_named",
+    ),
+    Mutant(
+        "a block leaves while its peers read",
+        CLUSTER,
+        "for peer in peers]))\n\n    meet_cluster()\n",
+        "for peer in peers]))\n",
+        JOINS,
+    ),
+    Mutant(
+        "a block joins its own part alone",
+        CLUSTER,
+        "[read(place, peer, MATRIX) for peer in peers]",
+        "[read(place, split, MATRIX) for peer in peers]",
+        JOINS,
+    ),
+    Mutant(
+        "the first block learns all counts",
+        EXCHANGE,
+        '{"part": part})[...] = vector',
+        '{"part": 0 * part})[...] = vector',
+        COUNTS,
+    ),
+    Mutant(
+        "counts are overwritten before they are read",
+        EXCHANGE,
+        "        slot = turn % SLOTS\n        self._tell(slot, mine)",
+        "        slot = 0 * turn\n        self._tell(slot, mine)",
+        COUNTS,
+    ),
+    Mutant(
+        "last unit of entries has no place",
+        INDEX_PLAN,
+        "max(1, -(-self.capacity // UNIT))",
+        "max(1, self.capacity // UNIT)",
+        PLACES,
+    ),
+)
+
+MUTANTS = (*_TREES_AND_CHOICES, *_DRAFTING, *_STATE, *_MODEL, *_KERNELS, *_CLUSTERS_AND_STREAMS)

@@ -10,6 +10,7 @@ from jaxspec.draft.plain import PLAIN
 from jaxspec.model.entries import cache_for
 from jaxspec.sample import Sampling
 from jaxspec.state import init_state
+from pallas_kernels.tree_attention import forms
 from pallas_kernels.tree_attention.forms import alike, fitting, from_words, quantise, to_bytes
 from pallas_kernels.tree_attention.op import Bf16Words
 from tests.conftest import TINY
@@ -102,6 +103,19 @@ def test_a_state_for_tpu_kernels_holds_words(bfloat16, impl, dtype, is_words) ->
     sliding, *compressed = state.cache.layers
     assert sliding.entries is None
     assert [isinstance(layer.entries, Bf16Words) for layer in compressed] == [is_words] * 2
+
+
+@pytest.mark.parametrize("platform", ["cpu", "gpu", "tpu"])
+def test_the_platform_decides_where_nothing_is_named(monkeypatch, platform) -> None:
+    monkeypatch.setattr(forms, "target_platform", lambda: platform)
+    bits = np.random.default_rng(0).integers(0, 1 << 14, (2, 3, 8)).astype(np.uint16)
+    entries = jax.lax.bitcast_convert_type(jnp.asarray(bits), jnp.bfloat16)
+    got = fitting(entries, "auto")
+    assert isinstance(got, Bf16Words) == (platform == "tpu")
+    if platform == "tpu":  # dim d is the low half of word d, dim d + K/2 its high half
+        words = bits[..., :4] | bits[..., 4:].astype(np.uint32) << 16
+        np.testing.assert_array_equal(got.words, words)
+    assert fitting(entries, "gpu") is entries
 
 
 def test_what_cannot_be_words_stays_and_no_form_rounds_in_silence() -> None:

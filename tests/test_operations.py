@@ -6,6 +6,8 @@ are at hand.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -112,7 +114,7 @@ def test_sinkhorn_step_by_step(iterations):
 @pytest.mark.parametrize("platform", ["cpu", "tpu", "gpu"])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_streams_are_collected_and_spread_by_their_weights(monkeypatch, platform, dtype):
-    """Sums over streams are written in another way for accelerators."""
+    """Sums over streams are written out for accelerators: a reduction is a pass of its own."""
     monkeypatch.setattr(hyper, "target_platform", lambda: platform)
     rng = np.random.default_rng(0)
     streams, y = (jnp.asarray(rng.standard_normal(s), dtype) for s in ((2, 5, 3, 8), (2, 5, 8)))
@@ -128,6 +130,9 @@ def test_streams_are_collected_and_spread_by_their_weights(monkeypatch, platform
     ):
         assert got.dtype == dtype
         np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=rtol, atol=1e-5)
+    for function, operands in ((hyper.collect, mixing[:1]), (hyper.spread, (y, mixing))):
+        program = jax.make_jaxpr(functools.partial(function))(streams, *operands)
+        assert ("reduce_sum" in str(program)) == (platform == "cpu")
 
 
 @pytest.mark.parametrize("seed", range(3))

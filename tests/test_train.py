@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +16,7 @@ import pytest
 
 from jaxspec.checkpoint import load_checkpoint
 from jaxspec.errors import UsageError
+from jaxspec.model import backends
 from jaxspec.resources import packaged_config
 from jaxspec.train.__main__ import main
 from jaxspec.train.data import Batches, pack
@@ -20,6 +24,8 @@ from jaxspec.train.loop import Run
 from jaxspec.train.loss import Blank, measure
 from jaxspec.train.optimizer import balance, join, split_trainable
 from jaxspec.train.recipe import Recipe, read_recipe
+from pallas_kernels import grouped_matmul, hyper_mixing, index_topk, tree_attention
+from pallas_kernels.dispatch import resolve
 from tests.oracle import Mtp, Oracle, random_checkpoint, save_checkpoint
 
 SMALL = {
@@ -109,6 +115,29 @@ def serial_draft(oracle: Oracle, token: np.ndarray, anchor: int) -> list[float]:
         shifted = out.logits - out.logits.max()
         losses.append(np.log(np.exp(shifted).sum()) - shifted[token[anchor + depth + 1]])
     return losses
+
+
+@pytest.mark.parametrize(("platform", "impl"), [("cpu", "auto"), ("gpu", "ref")])
+def test_training_takes_what_has_gradients(small, monkeypatch, platform: str, impl: str) -> None:
+    """In every op, drafts of all depths included."""
+    _, params, cfg = small
+    monkeypatch.setattr(backends, "target_platform", lambda: platform)
+    asked = set()
+
+    def spy(impl: str, op_name: str, *args: Any, **keywords: Any) -> Callable[..., Any]:
+        asked.add((op_name, impl))
+        return resolve(impl, op_name, *args, **keywords)
+
+    for op in (tree_attention, index_topk, grouped_matmul, hyper_mixing):
+        monkeypatch.setattr(op.op, "resolve", spy)
+    jax.eval_shape(
+        functools.partial(measure, params, cfg, recipe=recipe()),
+        Blank.create(cfg, 1),
+        jnp.zeros((1, LENGTH), jnp.int32),
+        key=jax.random.key(0),
+    )
+    names = ("tree_attention", "index_topk", "grouped_matmul", "hyper_mixing")
+    assert asked == {(name, impl) for name in names}
 
 
 def test_the_indexer_learns_from_its_own_loss_alone(small) -> None:

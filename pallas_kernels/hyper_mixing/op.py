@@ -59,8 +59,10 @@ def hyper_mixing(
         The weights, float32.
 
     Raises:
-        ValueError: shapes or dtypes that do not fit, or an `impl` that cannot run.
+        ValueError: sizes or dtypes that do not fit, or an `impl` that cannot run.
     """
+    if streams < 1:
+        raise ValueError(f"there must be at least 1 stream, not {streams}")
     width = streams * (2 + streams)
     if features.shape[-1:] != (width,) or base.shape != (width,) or scale.shape != (3,):
         got = f"{features.shape}, {scale.shape} and {base.shape}"
@@ -73,4 +75,6 @@ def hyper_mixing(
         raise ValueError(f"Sinkhorn needs at least 1 iteration, not {iterations}")
     sizes = {"rows": math.prod(features.shape[:-1])}
     run = resolve(impl, "hyper_mixing", BACKENDS, sizes=sizes)
+    if not sizes["rows"]:
+        run = ref.hyper_mixing  # a kernel would have no step
     return Mixing(*run(features, scale, base, streams=streams, iterations=iterations, eps=eps))

@@ -111,8 +111,10 @@ def how(
     prefill chunk has so many nodes that this would be most of its time: there eight share a pass.
 
     Raises:
-        ValueError: an unknown mode, or one kernel where it cannot be.
+        ValueError: an unknown mode, numbers that are none, or one kernel where it cannot be.
     """
+    if splits < 0 or groups < 0:
+        raise ValueError(f"splits {splits} and groups {groups} must not be negative")
     if mode not in ("auto", "fused", "split"):
         raise ValueError(f"unknown mode {mode!r}; choose auto, fused or split")
     batch, nodes, heads, dim = q.shape
@@ -121,6 +123,8 @@ def how(
     sizes = Sizes(batch, nodes, -(-heads // 8) * 8, dim, capacity, own, is_packed)
     if mode == "split" or (mode == "auto" and nodes > MOST_NODES):
         return sizes, None
+    if splits > MOST_PARTS:
+        raise ValueError(f"a cluster has up to {MOST_PARTS} blocks, not {splits}; use 'split'")
     found = plan(sizes, groups or 2, splits)
     if mode == "fused" and found is None:
         raise ValueError(f"scores of {capacity} entries do not fit into a cluster; use 'split'")

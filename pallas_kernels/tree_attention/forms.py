@@ -107,7 +107,11 @@ def fitting(entries: Array, impl: str) -> Entries:
 
 
 def alike(entries: Array, stored: Entries) -> Entries:
-    """Plain entries `[B, J, K]` in the form of stored ones, plain or words, without rounding."""
+    """Plain entries `[B, J, K]` in the form of stored ones: as they are, or as bfloat16 words.
+
+    Raises:
+        TypeError: stored ones are FP8, which is rounding and not a change of form.
+    """
     if isinstance(stored, Bf16Words):
         return to_words(entries)
     if isinstance(stored, Fp8Entries | Fp8Bytes):

@@ -34,6 +34,7 @@ class Case(NamedTuple):
 # The first ones are the quick suite. A kernel takes 128 rows a lane each, and 1,024 a step.
 CASES = (
     Case("tree", (2, 8)),
+    Case("coarse-eps-far-apart-above-a-step", (1025,), 2, iterations=2, eps=1e-2, spread=30.0),
     Case("two-iterations-coarse-eps", (1, 6), iterations=2, eps=1e-2),
     Case("one-iteration-coarse-eps", (1, 5), iterations=1, eps=1e-2),
     Case("one-row", (1, 1)),

@@ -1,10 +1,13 @@
 """Parts of one softmax joined by a cluster: who joins what, and that the sum is right.
 
-The interpreter has no clusters. What it cannot show is held here: pieces are a partition, and every
-block reads every part once.
+The interpreter has no clusters. What it cannot show is held here: pieces are a partition, every
+block reads every part once, and what blocks do between two barriers joins their parts.
 """
 
 from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -12,10 +15,12 @@ import numpy as np
 import pytest
 
 from pallas_kernels.hopper import SMS
+from pallas_kernels.tree_attention import gpu_cluster
 from pallas_kernels.tree_attention.gpu_cluster import (
     PIECE,
     SIZES,
     check_splits,
+    join,
     join_in_memory,
     part_types,
     peer_of,
@@ -23,8 +28,15 @@ from pallas_kernels.tree_attention.gpu_cluster import (
     pieces_of,
     turns_of,
 )
-from pallas_kernels.tree_attention.gpu_layout import LOG2E, LOWEST, scratch_types, warpgroups
+from pallas_kernels.tree_attention.gpu_layout import (
+    LOG2E,
+    LOWEST,
+    Part,
+    scratch_types,
+    warpgroups,
+)
 from pallas_kernels.tree_attention.gpu_tiles import LEAST_STEPS, default_splits
+from tests.pallas_kernels.fake_cluster import Memory, mosaic_gpu, pallas
 
 WIDTHS = [64, 128, 192, 256, 384, 512]
 
@@ -83,6 +95,46 @@ def test_joined_parts_are_one_softmax(splits: int, width: int, heads: int) -> No
     whole = np.exp(scores - highest)
     want = whole @ values / (whole.sum(-1, keepdims=True) + np.exp(sinks - highest))
     np.testing.assert_allclose(got, want, rtol=0, atol=3e-5 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("splits", "width"), [(2, 512), (4, 192), (8, 128)])
+def test_blocks_join_between_two_barriers(
+    monkeypatch: pytest.MonkeyPatch, splits: int, width: int
+) -> None:
+    """Every warpgroup in turn, in plain Python; together they write each column once."""
+    rng = np.random.default_rng([splits, width])
+    out, sink = rng.standard_normal((splits, 64, width)), rng.standard_normal(64)
+    tops, totals = rng.standard_normal((splits, 64)), rng.uniform(1, 9, (splits, 64))
+    weights = np.exp2(tops)
+    want = np.einsum("sr,src->rc", weights, out)
+    want /= ((weights * totals).sum(0) + np.exp2(sink))[:, None]
+    joined, steps, axes = np.full((64, width), np.nan), [], {}
+
+    def write(columns: slice, values: np.ndarray) -> None:
+        assert np.isnan(joined[:, columns]).all()
+        joined[:, columns] = values
+        steps.append("write")
+
+    plgpu = mosaic_gpu("split")
+    read = plgpu.cluster_ref
+    plgpu.cluster_ref = lambda *place: steps.append("read") or read(*place)
+    lax = SimpleNamespace(axis_index=axes.get)
+    for name, fake in {
+        "pl": pallas(),
+        "plgpu": plgpu,
+        "jnp": np,
+        "jax": SimpleNamespace(lax=lax),
+        "along": lambda rows, columns: np.repeat(rows[:, None], columns, axis=1),
+        "meet_cluster": lambda: steps.append("meet"),
+    }.items():
+        monkeypatch.setattr(gpu_cluster, name, fake)
+    statistics = np.stack([tops, totals], axis=1)
+    for split, group in itertools.product(range(splits), range(warpgroups(width))):
+        steps.clear()
+        axes |= {"split": split, "group": group}
+        join(Part(Memory(out, split), Memory(statistics, split)), splits, sink, write)
+        assert [i for i, step in enumerate(steps) if step == "meet"] == [0, len(steps) - 1]
+    np.testing.assert_allclose(joined, want, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("splits", [-1, 0, 3, 5, 32])

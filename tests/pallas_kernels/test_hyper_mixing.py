@@ -104,6 +104,8 @@ def test_the_choice_on_a_cpu_is_the_definition() -> None:
         ({"streams": 3}, r"must be \[..., 15\], \[3\] and \[15\] for 3 streams"),
         ({"features": jnp.zeros((2, 24), jnp.bfloat16)}, "features must be float32, not bfloat16"),
         ({"scale": jnp.zeros(2)}, r"\(2,\)"),
+        ({"streams": 0}, "at least 1 stream, not 0"),
+        ({"streams": -2}, "at least 1 stream, not -2"),
         ({"iterations": 0}, "at least 1 iteration, not 0"),
         ({"impl": "tpu"}, "it needs a TPU"),
     ],
@@ -112,6 +114,13 @@ def test_what_does_not_fit_is_refused(change: dict[str, Any], words: str) -> Non
     case = BY_NAME["one-row"]
     with pytest.raises(ValueError, match=words):
         hyper_mixing(**make(case)._asdict() | static(case) | change)
+
+
+def test_no_rows_have_no_weights_and_start_no_kernel() -> None:
+    case = Case("none", (2, 0))
+    function = run(functools.partial(hyper_mixing, impl="tpu"), case)
+    got = run_interpreted(function, *make(case))
+    assert [x.shape for x in got] == [(2, 0, 4), (2, 0, 4), (2, 0, 4, 4)]
 
 
 @pytest.mark.parametrize("kernel", [tpu.hyper_mixing, gpu.hyper_mixing], ids=["tpu", "gpu"])

@@ -123,9 +123,19 @@ def test_counts_that_are_read_before_all_have_met_are_found(
 @pytest.mark.parametrize("parts", [1, 2, 4, 8])
 def test_every_entry_has_one_place(parts: int) -> None:
     """And places are within the memory of a block."""
-    sizes = Sizes(1, 1, 8, 32, 9 * UNIT, 70, False)
+    sizes = Sizes(1, 1, 8, 32, 9 * UNIT - 63, 70, False)
     plan = Plan(1, parts, 1)
-    for count in (0, 1, UNIT, UNIT + 1, 3 * UNIT, 5 * UNIT - 1, 8 * UNIT, 9 * UNIT - 63, 9 * UNIT):
+    for count in (
+        0,
+        1,
+        UNIT,
+        UNIT + 1,
+        3 * UNIT,
+        5 * UNIT - 1,
+        8 * UNIT,
+        8 * UNIT + 1,
+        9 * UNIT - 63,
+    ):
         committed, own = np.zeros(sizes.capacity, int), np.zeros(sizes.own, int)
         for number in range(parts):
             part = Part(sizes, plan, jnp.int32(number), jnp.int32(count))
@@ -158,6 +168,21 @@ def test_scores_that_do_not_fit_go_through_device_memory() -> None:
         how(operands.q, operands.entries, "fused", 0, 0)
     with pytest.raises(ValueError, match="unknown mode"):
         how(operands.q, operands.entries, "both", 0, 0)
+
+
+@pytest.mark.parametrize(
+    ("mode", "splits", "groups", "words"),
+    [
+        ("auto", 16, 0, "up to 8 blocks, not 16; use 'split'"),
+        ("fused", 9, 2, "up to 8 blocks, not 9"),
+        ("split", -1, 0, "splits -1 and groups 0 must not be negative"),
+        ("auto", 0, -2, "groups -2"),
+    ],
+)
+def test_what_is_no_number_of_blocks_is_refused(mode: str, splits: int, groups: int, words: str):
+    operands = avals(TRUE_CASES[0], "bfloat16")
+    with pytest.raises(ValueError, match=words):
+        how(operands.q, operands.entries, mode, splits, groups)
 
 
 @interpreted
